@@ -1,0 +1,127 @@
+"""The protocol between the policy layer and a framework backend, and discovery through entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .errors import MemoptError, did_you_mean
+
+if TYPE_CHECKING:
+    from .plan import Plan
+    from .spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend (with given options) can do.
+
+    Attributes:
+        supported: Feature names. `recompute:activation`, `offload:activation`, `offload:param`,
+            `offload:optimizer_state`, `offload:grad`, `shard:param`, `shard:grad`, `shard:optimizer_state`, `shard:dimension`
+            (`axis: {fsdp: 0}`), `fraction:activation`, `fraction:optimizer_state`, `fraction:param`, `layers:scan` (`layers:` on a
+            scanned stack), `update_on:host`, `update_on:device`, `reshard_after_forward:false`, `reshard_after_forward:int`, `prefetch`,
+            `mesh:replicate`, `mesh:custom` (axes other than replicate and fsdp), `precision`, `precision:float16`,
+            `accumulate`, `accumulate:last`, `op:matmul`, `op:attention`, `op:topk`, `op:random`, `name` (checkpoint names).
+        instead: Feature -> one sentence: what the user can do instead on this backend. Shown when a rule is refused.
+    """
+
+    supported: frozenset[str]
+    instead: Mapping[str, str] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """What a backend package exports as `BACKEND`. Frameworks are imported inside the methods."""
+
+    name: str
+
+    def options(self) -> type[Any]:
+        """The pydantic model of `backend_options.<name>` (frozen, strict, extra forbidden)."""
+        ...
+
+    def capabilities(self, options: Mapping[str, Any]) -> Capabilities:
+        """What can be done under those options (an engine may differ)."""
+        ...
+
+    def owns(self, model: Any) -> bool:
+        """Whether this backend handles that object; must not import its framework unless it is imported already."""
+        ...
+
+    def inspect(self, model: Any, *, params: Any = None, example_inputs: Any = None) -> ModelSpec:
+        """The inventory; allocates nothing."""
+        ...
+
+    def apply(
+        self, model: Any, plan: Plan, spec: ModelSpec, *, optimizer: Any, params: Any, example_inputs: Any, mesh: Any
+    ) -> Any:
+        """Apply the plan; returns an `Applied`."""
+        ...
+
+    def world_size(self, mesh: Any = None) -> int:
+        """Devices (jax) or ranks (torch) of this process's job; what `apply_policy` plans for."""
+        ...
+
+    def inspect_workload(self, workload: Any) -> ModelSpec:
+        """The inventory of a `Workload` or `WorkloadConfig`, activations included; allocates nothing."""
+        ...
+
+    def estimate(
+        self, workload: Any, plan: Plan, spec: ModelSpec, *, target: Any, progress: Any = None
+    ) -> dict[str, Any]:
+        """The measured part of `memopt plan`: device, host, traffic, recompute, overlap, left_out, versions."""
+        ...
+
+    def train(self, job: Any, *, emit: Any) -> None:
+        """Run one row of `compare` in this process (a worker of its own); `emit(event)` for progress and the result."""
+        ...
+
+    def doctor(self) -> dict[str, Any]:
+        """Versions, devices, what can be planned here and what is missing."""
+        ...
+
+
+INSTALL = {"jax": "pip install 'memopt[jax]'", "torch": "pip install 'memopt[torch]'"}
+
+
+def backend_names() -> tuple[str, ...]:
+    """Every registered backend, sorted; nothing is imported."""
+    return tuple(sorted({entry.name for entry in entry_points(group="memopt.backends")}))
+
+
+def load_backend(name: str) -> Backend:
+    """The backend registered under `name`.
+
+    Raises:
+        MemoptError: `unknown-backend`.
+    """
+    for entry in entry_points(group="memopt.backends"):
+        if entry.name == name:
+            return entry.load()
+    known = backend_names()
+    raise MemoptError.of(
+        "unknown-backend",
+        f"no backend is called `{name}`; there are {', '.join(known) or 'none'}",
+        hint=did_you_mean(name, known),
+    )
+
+
+def backend_of(model: Any) -> Backend:
+    """The backend that handles `model`.
+
+    Raises:
+        MemoptError: `unknown-model`.
+    """
+    for name in backend_names():
+        backend = load_backend(name)
+        if backend.owns(model):
+            return backend
+    raise MemoptError.of(
+        "unknown-model",
+        f"no backend handles a `{type(model).__module__}.{type(model).__qualname__}`",
+        hint="pass a torch.nn.Module, a flax.nnx.Module, a flax.linen.Module with params=, "
+        "or a JAX function loss_fn(params, batch) with params= and example_inputs=",
+    )
+
+
