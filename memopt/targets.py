@@ -114,8 +114,8 @@ class Target:
     def usable_bytes(self, framework: str) -> int | None:
         """Device memory a program can have under the framework's defaults; None where the capacity is unknown.
 
-        >>> load_target("gpu:gb200").usable_bytes("jax") / 2**30  # 0.75 of the device
-        138.22...
+        >>> round(load_target("gpu:gb200").usable_bytes("jax") / 2**30, 1)  # 0.75 of the device
+        138.2
         """
         if self.capacity_bytes is None:
             return None
@@ -236,4 +236,4 @@ def _fact(entry: Mapping[str, Any]) -> Fact:
 
 @cache
 def _table() -> Mapping[str, Any]:
-    return json.loads(files(__package__).joinpath("targets.json").read_text(encoding="utf-8"))
+    return json.loads(files("memopt").joinpath("targets.json").read_text(encoding="utf-8"))

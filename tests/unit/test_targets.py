@@ -29,7 +29,8 @@ def test_jax_takes_three_quarters_of_a_gpu_and_torch_less_its_reserve() -> None:
     target = load_target("gpu:gb200")
     assert target.usable_bytes("jax") == 197897748480 * 3 // 4
     usable_bytes = target.usable_bytes("torch")
-    assert usable_bytes is not None and target.capacity_bytes is not None
+    assert usable_bytes is not None
+    assert target.capacity_bytes is not None
     assert 197897748480 * 3 // 4 < usable_bytes < target.capacity_bytes
     assert sum(size for _, size, _ in target.reserve("torch")) + usable_bytes == target.capacity_bytes
 
