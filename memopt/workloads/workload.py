@@ -1,0 +1,53 @@
+"""What planning and comparing need to know of a training step: the model, its loss, a batch, an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A training step, described and not yet allocated.
+
+    A planned step is forward, backward, `optimizer.step`, `zero_grad`.
+
+    Attributes:
+        name: Shown in tables and pages.
+        model: Builds the model; called without arguments, under fake tensors or `jax.eval_shape`.
+        loss: `loss(model, batch)` gives the scalar that is differentiated.
+        batch: Example tensors by name; shapes and dtypes are enough. torch: what one rank passes to one step. JAX: the
+            whole batch, over all devices.
+        optimizer: torch: a callable from parameters (or from `named_parameters`, when it has an argument of that name) to
+            an optimizer. JAX: an optax transformation.
+        ref: What `load_workload` was given (its file made absolute), so that another process can load it again; None for
+            a workload built in this process.
+    """
+
+    name: str
+    model: Callable[[], Any]
+    loss: Callable[[Any, Mapping[str, Any]], Any]
+    batch: Mapping[str, Any]
+    optimizer: Any
+    ref: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HfWorkload:
+    """A local Transformers model: the folder (or `config.json`) it is described in; weights are not read.
+
+    Attributes:
+        name: The folder's name.
+        path: Absolute path of `config.json`.
+        model_type: Transformers' name of the architecture, such as `llama`.
+        batch, sequence: Of the example batch.
+        vocab: Token ids are below this.
+    """
+
+    name: str
+    path: str
+    model_type: str
+    batch: int
+    sequence: int
+    vocab: int
