@@ -1,0 +1,100 @@
+"""A policy on a `flax.linen` model with no edit of it: every method call passes an interceptor that knows its path.
+
+The interceptor names outputs and runs a unit's `__call__` as a lifted recomputed region, under `nn.scan`, loops and any
+other lifted transform. It is active only inside the wrapper's `apply`, in the calling thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from . import naming
+from .remat import Region, Static
+
+_OPEN: ContextVar[tuple[str, ...]] = ContextVar("memopt_open_units", default=())
+"""Raw paths of the units whose regions are being traced: a lifted body calls its module's `__call__` again."""
+
+
+@dataclass(frozen=True)
+class LinenConfig:
+    """What the interceptor does.
+
+    Attributes:
+        paths: Raw module path -> canonical path with `*`; modules that are not listed use their raw path.
+        active: Paths to mark; None marks all (when recording).
+        regions: Raw module path of a unit -> its region.
+        on_call: Told each module and its raw path, when recording.
+    """
+
+    paths: Mapping[str, str]
+    active: frozenset[str] | None
+    regions: Mapping[str, Region]
+    on_call: Callable[[str, nn.Module], None] | None = None
+
+
+def raw_path(module: nn.Module) -> str:
+    """The dotted path of a bound module, below its root."""
+    return ".".join(module.path)
+
+
+def interceptor(config: LinenConfig) -> Callable[..., Any]:
+    """The function for `nn.intercept_methods`."""
+
+    def intercept(next_call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        if context.method_name != "__call__":
+            return next_call(*args, **kwargs)
+        module = context.module
+        raw = raw_path(module)
+        if config.on_call is not None:
+            config.on_call(raw, module)
+        region = config.regions.get(raw)
+        if region is not None and raw not in _OPEN.get():
+            return _lifted(module, args, kwargs, region, raw)
+        path = config.paths.get(raw, raw)
+        args, kwargs = naming.mark_inputs(args, kwargs, path, active=config.active)
+        return naming.mark_outputs(next_call(*args, **kwargs), path, active=config.active)
+
+    return intercept
+
+
+def _lifted(module: nn.Module, args: Any, kwargs: Any, region: Region, raw: str) -> Any:
+    """The module's `__call__` inside `nn.remat`: flags are closed over, whatever their place in the signature."""
+    arrays, rest = Static.split((args, kwargs))
+    static_out: list[Static] = []
+
+    def body(inner: nn.Module, values: list[Any]) -> Any:
+        call_args, call_kwargs = rest.join(values)
+        token = _OPEN.set((*_OPEN.get(), raw))
+        try:
+            outputs, static = Static.split(inner(*call_args, **call_kwargs))
+        finally:
+            _OPEN.reset(token)
+        static_out.append(static)
+        return outputs
+
+    def ready(variables: Any) -> Any:
+        return _use_weights(variables, region)
+
+    if region.weights:
+        inner_body = nn.map_variables(body, "params", trans_in_fn=ready, init=False, mutable=False)
+    else:
+        inner_body = body
+    run = nn.remat(inner_body, policy=region.policy, prevent_cse=region.prevent_cse)
+    outputs = run(module, arrays)
+    return static_out[-1].join(outputs)
+
+
+def _use_weights(variables: Any, region: Region) -> Any:
+    weights = dict(region.weights)
+
+    def use(path: tuple[Any, ...], leaf: Any) -> Any:
+        name = ".".join(str(getattr(entry, "key", entry)) for entry in path[1:])  # the first is the collection
+        return weights[name].use(leaf) if name in weights else leaf
+
+    return jax.tree_util.tree_map_with_path(use, variables)

@@ -1,0 +1,194 @@
+"""Regions: a unit's body under `jax.checkpoint`, whose policy keeps, offloads or recomputes each named value.
+
+JAX asks a checkpoint policy once per equation and caches the answer on (jaxpr, policy), so policies here are frozen values.
+A scan's body is traced once for all layers: where layers differ, the region first carries a `StackPolicy`, which
+`rewrite.py` resolves by cutting the scan; differentiating an unresolved one is an error, never a silent default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import Offloadable, Recompute, Saveable
+
+from memopt.errors import MemoptError
+from memopt.plan import Residual
+
+from .naming import is_array
+from .weights import WeightPlan
+
+OP_PRIMITIVES: Mapping[str, frozenset[str]] = {
+    "matmul": frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}),
+    "topk": frozenset({"top_k", "approx_top_k"}),
+    "random": frozenset({"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator"}),
+}
+"""Primitives behind the policy's `op:` selector; `attention` is reached by name, JAX has no primitive for it."""
+
+OP_OF = {primitive: op for op, primitives in OP_PRIMITIVES.items() for primitive in primitives}
+
+_TO_HOST = Offloadable(src="device", dst="pinned_host")
+
+
+@dataclass(frozen=True)
+class UnitPolicy:
+    """What happens to each value of one unit's body between forward and backward.
+
+    Attributes:
+        unit: The unit, for messages; `layers.*` for a scanned stack.
+        names: `checkpoint_name` -> residual.
+        ops: `op:` class -> residual of its values that carry no name.
+        unnamed: Residual of everything else.
+        never_kept: Primitives whose results are computed again although `unnamed` is `keep`: those that make gathered,
+            fetched or cast weights, and those of values the policy recomputes.
+    """
+
+    unit: str
+    names: tuple[tuple[str, Residual], ...] = ()
+    ops: tuple[tuple[str, Residual], ...] = ()
+    unnamed: Residual = "recompute"
+    never_kept: frozenset[str] = frozenset()
+
+    @cached_property
+    def _by_name(self) -> dict[str, Residual]:
+        return dict(self.names)
+
+    @cached_property
+    def _by_op(self) -> dict[str, Residual]:
+        return dict(self.ops)
+
+    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
+        """The residual of one equation, in the form `jax.checkpoint` takes."""
+        return self.answer(self._residual(prim.name, params), avals)
+
+    def _residual(self, primitive: str, params: Mapping[str, Any]) -> Residual:
+        if primitive == "name":
+            # A name that no rule decides is an identity: what it names has been asked about already.
+            return self._by_name.get(params["name"], "recompute")
+        by_op = self._by_op.get(OP_OF.get(primitive, ""))
+        if by_op is not None:
+            return by_op
+        if self.unnamed == "keep" and primitive in self.never_kept:
+            return "recompute"
+        return self.unnamed
+
+    @staticmethod
+    def answer(residual: Residual, avals: Sequence[Any]) -> Any:
+        """JAX's word for a residual. Scalars are never worth a transfer: they stay on the device."""
+        if residual == "offload":
+            return _TO_HOST if any(getattr(aval, "ndim", 0) for aval in avals) else Saveable
+        return Saveable if residual == "keep" else Recompute
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any value goes to the host."""
+        return any(residual == "offload" for _, residual in (*self.names, *self.ops))
+
+
+@dataclass(frozen=True)
+class StackPolicy:
+    """The policies of the layers of a scanned stack where they differ; a placeholder until the scan is cut.
+
+    Attributes:
+        unit: `layers.*`.
+        layers: One policy per layer, in scan order.
+    """
+
+    unit: str
+    layers: tuple[UnitPolicy, ...]
+
+    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
+        """Always raises: the scan around this region was not reached by the rewriting.
+
+        Raises:
+            MemoptError: `scan-not-reached`.
+        """
+        raise MemoptError.of(
+            "scan-not-reached",
+            f"the layers of `{self.unit}` are treated differently, which needs its scan to be cut, "
+            "but the model was not called through its `__call__`",
+            hint="call the model object itself in the loss, or give every layer of the stack the same rules",
+            path=self.unit,
+        )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any layer sends something to the host."""
+        return any(layer.offloads for layer in self.layers)
+
+
+RegionPolicy = UnitPolicy | StackPolicy
+
+
+@dataclass(frozen=True)
+class Region:
+    """How a unit's body is run.
+
+    Attributes:
+        policy: The region's policy; None for a body that is not recomputed.
+        prevent_cse: False inside a scan only.
+        weights: Casts, gathers and fetches of the unit's parameters, by path relative to the unit.
+    """
+
+    policy: RegionPolicy | None
+    prevent_cse: bool
+    weights: tuple[tuple[str, WeightPlan], ...] = ()
+
+
+@dataclass
+class Static:
+    """What of a call is not traced: put back around the traced part, so that flags stay Python values."""
+
+    structure: Any
+    values: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def split(cls, tree: Any) -> tuple[list[Any], Static]:
+        """The arrays of `tree`, and the rest."""
+        leaves, structure = jax.tree.flatten(tree)
+        arrays = [leaf for leaf in leaves if is_array(leaf)]
+        return arrays, cls(structure, [_HOLE if is_array(leaf) else leaf for leaf in leaves])
+
+    def join(self, arrays: Sequence[Any]) -> Any:
+        """The tree with `arrays` in their places."""
+        rest = iter(arrays)
+        return self.structure.unflatten([next(rest) if value is _HOLE else value for value in self.values])
+
+
+class _Hole:
+    def __repr__(self) -> str:
+        return "<array>"
+
+
+_HOLE = _Hole()
+
+
+def run_region(body: Callable[..., Any], arguments: Any, *, policy: RegionPolicy | None, prevent_cse: bool) -> Any:
+    """Call `body(arguments)` as a recomputed region.
+
+    Arrays in `arguments` become the region's inputs; flags and other Python values are closed over, so a `bool` argument
+    stays a `bool` wherever it stands in the signature. Outputs that are not arrays come back as they are.
+
+    Args:
+        body: The unit's body.
+        arguments: Any pytree.
+        policy: What to keep, offload and recompute; None calls `body` as it is.
+        prevent_cse: False only inside a scan: outside one, common subexpression elimination would undo the recompute.
+    """
+    if policy is None:
+        return body(arguments)
+    arrays, rest = Static.split(arguments)
+    static_out: list[Static] = []
+
+    def traced(values: list[Any]) -> list[Any]:
+        outputs, static = Static.split(body(rest.join(values)))
+        static_out.append(static)
+        return outputs
+
+    outputs = jax.checkpoint(traced, policy=policy, prevent_cse=prevent_cse)(arrays)
+    if not static_out:
+        raise RuntimeError("jax.checkpoint did not trace the region's body")
+    return static_out[-1].join(outputs)
