@@ -15,6 +15,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start the workers of one `compare` row.
+
+    Attributes:
+        command: The program and its arguments; it ends up running `memopt.worker` in every rank.
+        environment: Variables added to the caller's environment.
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a backend (with given options) can do.
 
@@ -71,6 +84,14 @@ class Backend(Protocol):
         self, workload: Any, plan: Plan, spec: ModelSpec, *, target: Any, progress: Any = None
     ) -> dict[str, Any]:
         """The measured part of `memopt plan`: device, host, traffic, recompute, overlap, left_out, versions."""
+        ...
+
+    def launch(self, job_file: str, *, world_size: int) -> Launch:
+        """How to run the job in `world_size` ranks or devices; imports no framework.
+
+        Raises:
+            MemoptError: `extra-missing` when the framework is not installed, with the install command.
+        """
         ...
 
     def train(self, job: Any, *, emit: Any) -> None:
