@@ -103,6 +103,7 @@ class Plan:
         budget: `device`, `host` bytes where given.
         warnings: Sentences for the user (e.g. a replicated parameter inside a sharded unit costs one all-reduce).
         family: The model family.
+        rule_order: Names of all rules, top down: where two rows turn out to be one value, the earlier rule's holds.
     """
 
     backend: str
@@ -117,6 +118,7 @@ class Plan:
     budget: Mapping[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     family: str | None = None
+    rule_order: tuple[str, ...] = ()
 
     def rows_of(self, role: str) -> tuple[PlanRow, ...]:
         """Rows of one role, in model order."""

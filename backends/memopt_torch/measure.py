@@ -1,0 +1,363 @@
+"""Count what a training step really holds: live storages by role, collectives, FLOPs, all from one dispatch mode.
+
+The mode sees every operator below autograd, so it counts eager steps and fake-tensor steps alike; storages that are
+resized in place (FSDP2 frees and refills its gathered parameters that way) are followed through `resize_`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from .ledger import Ledger, Peak, Phase, Role
+
+_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+# c10d's operator names (torch/csrc/distributed/c10d/Ops.cpp) -> what the contract calls them.
+_COLLECTIVES = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "send": "send",
+    "recv_": "recv",
+    "barrier": "barrier",
+}
+# Buffers that stand for host memory although the CPU has only one kind: registered by whoever offloads into them.
+_host_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+
+def register_host_storage(tensor: torch.Tensor) -> None:
+    """Count `tensor`'s storage as host memory in every later measurement (offload buffers on a CPU-only run)."""
+    storage = tensor.untyped_storage()
+    key = storage._cdata
+    _host_storages[key] = weakref.ref(storage, lambda _, key=key: _host_storages.pop(key, None))
+
+
+def is_host_storage(storage: torch.UntypedStorage) -> bool:
+    """Whether that storage was registered as host memory."""
+    return storage._cdata in _host_storages
+
+
+def is_wrapper_type(kind: type) -> bool:
+    """Whether tensors of that type only wrap others (DTensor, sharded parameters) and hold no bytes themselves."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return kind.__torch_dispatch__ is not _PLAIN_DISPATCH and not issubclass(kind, FakeTensor)
+
+
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors with storages of their own inside `value` (a tensor, a wrapper, or any pytree of them)."""
+    for leaf in tree_leaves(value):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if not is_wrapper_type(type(leaf)):
+            yield leaf
+        elif hasattr(leaf, "__tensor_flatten__"):
+            names, _ = leaf.__tensor_flatten__()
+            for name in names:
+                yield from plain_tensors(getattr(leaf, name))
+        else:
+            yield from plain_tensors(getattr(leaf, "_local_tensor", getattr(leaf, "local", None)))
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Calls of one kind of collective in a step.
+
+    Attributes:
+        num_calls: How many.
+        nbytes: Sum over calls of the larger of input and output, on this rank.
+    """
+
+    num_calls: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        peak: Device bytes at the highest moment.
+        flops: All FLOPs of the step, from the operators run.
+        recomputed_flops: Those run again in the backward pass.
+        collectives: Kind -> calls and bytes.
+        timeline: (live device bytes, phase) after each change, thinned to at most 2,000 points, maxima kept.
+        num_ops: Operators run.
+    """
+
+    peak: Peak
+    flops: int
+    recomputed_flops: int
+    collectives: Mapping[str, Collective]
+    timeline: tuple[tuple[int, str], ...]
+    num_ops: int
+
+    @property
+    def recompute_fraction(self) -> float:
+        """Recomputed FLOPs over the step's FLOPs; 0.0 for a step without any."""
+        return self.recomputed_flops / self.flops if self.flops else 0.0
+
+
+@dataclass(eq=False)
+class StepMeter(TorchDispatchMode):
+    """Counts one training step run inside it: `with StepMeter(model, batch=batch) as meter: step()`.
+
+    Parameters, gradients, optimizer state, buffers and the engine's own buffers that exist already are in the count
+    from the start. The peak of a training run is that of the second step, when the optimizer's state exists.
+
+    Attributes:
+        model: Its parameters, gradients and buffers are counted (buffers as `param`).
+        optimizers: Their state is counted; optimizers that step inside are found by themselves.
+        engine: Anything with `buffers() -> Iterable[(tensor, role)]`.
+        batch: Tensors of the input batch, any pytree (as `activation`).
+        track_modules: Note the module each storage is born in (slower; for pages).
+    """
+
+    model: nn.Module
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    engine: Any = None
+    batch: Any = None
+    track_modules: bool = False
+    ledger: Ledger = field(init=False)
+    _flops: dict[bool, int] = field(init=False)
+    _collectives: dict[str, list[int]] = field(init=False)
+    _num_ops: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self._flops = {False: 0, True: 0}
+        self._collectives = {}
+        self._undo: list[Any] = []
+        self._in_optimizer = False
+        self._device = next((tensor.device.type for tensor in self._model_tensors()), "cpu")
+
+    # What is there before the step.
+
+    def _model_tensors(self) -> Iterator[torch.Tensor]:
+        yield from plain_tensors(list(self.model.parameters()))
+        yield from plain_tensors(list(self.model.buffers()))
+
+    def _see_start(self) -> None:
+        for tensor in self._model_tensors():
+            self._see(tensor, role="param")
+        for tensor, role in self._engine_buffers():
+            self._see(tensor, role=role)
+        self._see_gradients()
+        for optimizer in self.optimizers:
+            self._see_state(optimizer)
+        for tensor in plain_tensors(self.batch):
+            self._see(tensor, role="activation")
+
+    def _engine_buffers(self) -> Iterator[tuple[torch.Tensor, Role]]:
+        if self.engine is not None:
+            for tensor, role in self.engine.buffers():
+                for plain in plain_tensors(tensor):
+                    yield plain, role
+        for tensor in _fsdp2_gathered(self.model):
+            yield tensor, "gathered"
+
+    def _see_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            for tensor in plain_tensors(parameter.grad):
+                self._see(tensor, role="grad")
+
+    def _see_state(self, optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            for tensor in plain_tensors(state):
+                self._see(tensor, role="optimizer_state")
+
+    def _see(self, tensor: torch.Tensor, *, role: Role | None = None) -> None:
+        storage = tensor.untyped_storage()
+        is_host = is_host_storage(storage)
+        if not is_host and tensor.device.type == "cpu" and self._device != "cpu":
+            if not tensor.is_pinned():
+                return  # ordinary host tensors of a GPU run: no device bytes, and not what a policy moved
+            is_host = True
+        self.ledger.see(storage, shape=tuple(tensor.shape), role=role, is_host=is_host)
+
+    # The step.
+
+    def __enter__(self) -> StepMeter:
+        self._see_start()
+        self._follow_resizes()
+        self._undo.append(register_optimizer_step_pre_hook(self._before_optimizer).remove)
+        self._undo.append(register_optimizer_step_post_hook(self._after_optimizer).remove)
+        if self.track_modules:
+            self._follow_modules()
+        self.ledger.enter("forward")
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self._see_gradients()
+        for tensor, role in self._engine_buffers():
+            self.ledger.mark(tensor.untyped_storage(), role)
+        self.ledger.close()
+
+    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_wrapper_type(kind) for kind in types):
+            return NotImplemented  # the wrapper unwraps itself; its inner operators come back here
+        kwargs = kwargs or {}
+        self.ledger.enter(self._phase())
+        self.ledger.origin = func.__name__
+        self._num_ops += 1
+        out = func(*args, **kwargs)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf)
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+            self._count_collective(func, args, out)
+        self._count_flops(func, args, kwargs, out)
+        return out
+
+    def _phase(self) -> Phase:
+        if torch._C._current_graph_task_id() != -1:
+            # Backward formulas run without grad mode; only a recomputed forward turns it on.
+            return "recompute" if torch.is_grad_enabled() else "backward"
+        return "optimizer" if self._in_optimizer else "forward"
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._in_optimizer = True
+        self._see_gradients()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for tensor in plain_tensors(parameter.grad):
+                    self._see(tensor, role="grad")
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._see_state(optimizer)
+        self._in_optimizer = False
+        self.ledger.enter("forward")
+
+    def _follow_resizes(self) -> None:
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = original(storage, nbytes)
+            self.ledger.origin = "resize_"
+            self.ledger.enter(self._phase())
+            if not is_host_storage(storage):
+                self.ledger.see(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_
+        self._undo.append(lambda: setattr(torch.UntypedStorage, "resize_", original))
+
+    def _follow_modules(self) -> None:
+        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+        names = {id(module): name for name, module in self.model.named_modules()}
+        stack: list[str] = []
+
+        def before(module: nn.Module, *_: Any) -> None:
+            stack.append(self.ledger.module)
+            self.ledger.module = names.get(id(module), self.ledger.module)
+
+        def after(module: nn.Module, *_: Any) -> None:
+            if stack:
+                self.ledger.module = stack.pop()
+
+        self._undo.append(register_module_forward_pre_hook(before).remove)
+        self._undo.append(register_module_forward_hook(after, always_call=True).remove)
+
+    def _count_collective(self, func: Any, args: Any, out: Any) -> None:
+        name = _COLLECTIVES.get(func._overloadpacket.__name__)
+        if name is None:
+            return  # wait_tensor and the like move nothing
+        sizes = [tensor.numel() * tensor.element_size() for tensor in plain_tensors((args, out))]
+        entry = self._collectives.setdefault(name, [0, 0])
+        entry[0] += 1
+        entry[1] += max(sizes, default=0)
+
+    def _count_flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        formula = _flop_formula(func)
+        if formula is not None:
+            self._flops[self.ledger.phase == "recompute"] += formula(*args, **kwargs, out_val=out)
+
+    def result(self) -> StepResult:
+        """The figures of the step that was run inside."""
+        phase_of = dict(self.ledger.phases)
+        points: list[tuple[int, str]] = []
+        phase = "start"
+        for event, live in enumerate(self.ledger.timeline()):
+            phase = phase_of.get(event, phase)
+            points.append((live, phase))
+        return StepResult(
+            peak=self.ledger.peak(),
+            flops=sum(self._flops.values()),
+            recomputed_flops=self._flops[True],
+            collectives={name: Collective(*entry) for name, entry in sorted(self._collectives.items())},
+            timeline=tuple(_thinned(points, 2000)),
+            num_ops=self._num_ops,
+        )
+
+
+def _thinned(points: list[tuple[int, str]], limit: int) -> Iterator[tuple[int, str]]:
+    width = -(-len(points) // limit) or 1
+    for first in range(0, len(points), width):
+        yield max(points[first : first + width])
+
+
+def _cpu_attention_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """2·(Q·Kᵀ) + 2·(P·V): batch, heads, query and key lengths, head sizes."""
+    batch, heads, q_length, head = query.shape
+    return 2 * batch * heads * q_length * key.shape[-2] * (head + value.shape[-1])
+
+
+def _cpu_attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> int:
+    """Five products where the forward has two: the scores again, then the gradients of V, P, Q and K."""
+    batch, heads, q_length, head = query.shape
+    return 2 * batch * heads * q_length * key.shape[-2] * (3 * head + 2 * value.shape[-1])
+
+
+# torch's own table has the CUDA kernels only.
+_CPU_FLOPS = {
+    "_scaled_dot_product_flash_attention_for_cpu": _cpu_attention_flops,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward_flops,
+}
+
+
+def _flop_formula(func: Any) -> Any:
+    packet = func._overloadpacket
+    return flop_registry.get(packet) or _CPU_FLOPS.get(packet.__name__)
+
+
+def _fsdp2_gathered(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors FSDP2 gathers parameters into (resized to nothing while sharded)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            if group is not None:
+                for fsdp_param in group.fsdp_params:
+                    yield from fsdp_param.all_gather_outputs
