@@ -1,1 +1,1 @@
-"""Choosing keep, recompute or offload per layer class and tensor: the problem, its solver, its judge, its policy file."""
+"""Choosing keep, recompute or offload per layer class and tensor: problem, solver, judge, policy file."""

@@ -19,7 +19,7 @@ class Choice:
         name: Neutral names joined by `+`, e.g. `attn_out+attn_stats`.
         nbytes: Bytes per layer and device.
         recompute_s: Seconds to make them again from `parents`.
-        parents: Choices of the same layer that making them again reads; those must be kept, offloaded or recomputed too.
+        parents: Choices of the same layer that making them again reads; none of those may be dropped.
         needed: Whether the backward pass reads them; otherwise they may be dropped with nobody to make them again.
         actions: What is allowed. A layer's own input can only be kept or offloaded: nothing of the layer makes it.
     """
@@ -69,7 +69,7 @@ class Problem:
         link: The host link; None: nothing can be offloaded.
         middle_s: Compute between the last layer's forward and its backward (norm, head, loss).
         tail_s: Optimizer, after the last reduction.
-        buffers: Staging buffers for offloaded layers: copies of layer `i` must have left before layer `i + buffers` runs.
+        buffers: Staging buffers for offloaded layers: copies of layer `i` have left before `i + buffers` runs.
         steps: Micro-batches; the layers run once for each.
     """
 

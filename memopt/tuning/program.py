@@ -9,7 +9,6 @@ from; with counts that is exact too, since layers can be nested (the first `n` l
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,12 +128,12 @@ class Program:
             )
         by_name = {choice.name: count for choice, count in zip(block.layer.choices, counts, strict=True)}
         for choice, count in zip(block.layer.choices, counts, strict=True):
-            available = {index: 1.0 for index in count.values()}
+            available = dict.fromkeys(count.values(), 1.0)
             self.rows.at_least(const(block.size), available)
             if choice.needed:
                 self.rows.at_least(available, const(block.size))
             for parent in choice.parents:
-                parents = {index: 1.0 for index in by_name[parent].values()}
+                parents = dict.fromkeys(by_name[parent].values(), 1.0)
                 self.rows.at_least(parents, {count["recompute"]: 1.0})
         return counts
 
@@ -226,11 +225,20 @@ class Program:
             rows.at_least({sent: 1.0}, plus({end: 1.0}, times(copy, 1 / block.size)))
             rows.at_least({sent: 1.0}, plus({start: 1.0}, const(one_s), copy))
             if block.size > depth:
-                rows.at_least({end: 1.0}, plus({sent: 1.0}, times(copy, -depth / block.size), const(one_s)))
+                self._staged(block.size, start, end, const(one_s), copy, copies)
             gathered = self._gather_forward(number, gathered, ends, start, end)
             ends.append(end)
             copies.append(sent)
         return ends, copies
+
+    def _staged(self, size: int, start: int, end: int, one: Linear, copy: Linear, copies: list[int]) -> None:
+        """A long block's last layer starts only once the copies of all but the last `buffers` layers have left."""
+        left = times(copy, (size - self.problem.buffers) / size)
+        self.rows.at_least({end: 1.0}, plus({start: 1.0}, one, one, left))
+        if copies:
+            self.rows.at_least({end: 1.0}, plus({copies[-1]: 1.0}, one, left))
+        if self.problem.buffers == 1:  # nothing overlaps: each layer waits for the copy of the one before
+            self.rows.at_least({end: 1.0}, plus({start: 1.0}, times(one, size), times(copy, (size - 1) / size)))
 
     def _gather_forward(self, number: int, before: int | None, ends: list[int], start: int, end: int) -> int | None:
         block, rows = self.blocks[number], self.rows
@@ -262,7 +270,7 @@ class Program:
                 rows.at_least({start: 1.0}, {ends[number + 1]: 1.0})
             rows.at_least({ends[number]: 1.0}, plus({start: 1.0}, durations[number]))
             if self.problem.link is not None:
-                returned = self._return(number, returned, copies, ends, durations)
+                returned = self._return(number, returned, copies, ends)
                 copy = self._copy(number)
                 rows.at_least({start: 1.0}, plus({returned: 1.0}, times(copy, -(block.size - 1) / block.size)))
                 rows.at_least({ends[number]: 1.0}, plus({returned: 1.0}, times(durations[number], 1 / block.size)))
@@ -276,9 +284,7 @@ class Program:
         fixed_s = (block.layer.backward_s + block.layer.recompute_s) * block.size
         return plus(const(fixed_s / self.time_unit), again)
 
-    def _return(
-        self, number: int, before: int | None, copies: list[int], ends: list[int], durations: list[Linear]
-    ) -> int:
+    def _return(self, number: int, before: int | None, copies: list[int], ends: list[int]) -> int:
         """End variable of the block's copies back; only what was sent has to have left first."""
         rows, depth, block = self.rows, self.problem.buffers, self.blocks[number]
         done, copy, used = rows.variable(), self._copy(number), rows.variable(upper=1, integral=True)
@@ -291,9 +297,6 @@ class Program:
             rows.at_least({done: 1.0}, plus({before: 1.0}, copy))
         if block.size == 1 and number + depth < len(self.blocks):
             rows.at_least({done: 1.0}, plus({ends[number + depth]: 1.0}, copy))
-        if block.size > depth:
-            own = times(durations[number], -depth / block.size)
-            rows.at_least({done: 1.0}, plus({ends[number]: 1.0}, own, times(copy, 1 / block.size)))
         return done
 
 

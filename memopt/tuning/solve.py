@@ -62,8 +62,8 @@ def solve(problem: Problem, *, max_cuts: int = 2, time_limit_s: float = 10.0) ->
 
     Args:
         problem: The problem.
-        max_cuts: Larger problems: how many tensors may be treated unlike in layers of one class. Each is a cut in a scan
-            and two lines in the policy.
+        max_cuts: Larger problems: how many tensors may be treated unlike in layers of one class. Each is a cut in a
+            scan and two lines in the policy.
         time_limit_s: Per program.
     """
     if problem.num_decisions <= EXACT_DECISIONS:
