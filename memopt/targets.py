@@ -52,7 +52,7 @@ class Target:
         hbm_bytes_per_s: Device memory bandwidth.
         fabric_bytes_per_s: Links between devices.
         host_link_bytes_per_s: Link between a device and its host.
-        host_dram_bytes_per_s: Memory bandwidth of one host processor, shared by `devices_per_host_dram` devices.
+        host_dram_bytes_per_s: Memory bandwidth of one host processor, which `devices_per_host_dram` devices share.
         devices_per_node: Devices that share one host's memory.
         host_bytes_per_node: That memory.
         facts: Every constant above with its source.
@@ -120,6 +120,12 @@ class Target:
         if self.capacity_bytes is None:
             return None
         return self.capacity_bytes - sum(num_bytes for _, num_bytes, _ in self.reserve(framework))
+
+    def pinned_pool_bytes(self, framework: str) -> int | None:
+        """Cap of the framework's pool of pinned host memory, one per process; None where there is none."""
+        if self.kind != "gpu" or framework != "jax":
+            return None
+        return int(framework_fact("jax_gpu_pinned_pool_bytes").value or 0)
 
     def with_devices(self, num_devices: int) -> Target:
         """The same accelerator in another number.
