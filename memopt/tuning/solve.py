@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from scipy.optimize import OptimizeResult
 
 from .judge import is_sound, judge
-from .problem import Action, Assignment, LayerClass, Outcome, Problem
+from .problem import Action, Assignment, Outcome, Problem
 from .program import CONST, Block, Linear, Program
 
 EXACT_DECISIONS = 48
@@ -178,42 +178,28 @@ def _assignments(program: Program, result: OptimizeResult) -> Iterator[Assignmen
         yield _exact_assignment(program, result)
         return
     seen: set[Assignment] = set()
-    for order in (contiguous, spread):
+    for place in (_contiguous, _every):
         layers: list[tuple[Action, ...]] = []
         for block, counts in zip(program.blocks, program.counts, strict=True):
             whole = [{action: round(float(result.x[index])) for action, index in count.items()} for count in counts]
-            layers += _place(block.layer, whole, order(block.size))
+            layers += zip(*(place(count, block.size) for count in whole), strict=True)
         found = tuple(layers)
         if found not in seen and is_sound(program.problem, found):
             seen.add(found)
             yield found
 
 
-def contiguous(size: int) -> list[int]:
-    """Layers in order: what is made again or sent away comes first, what stays comes last."""
-    return list(range(size))
+def _contiguous(count: dict[str, int], size: int) -> list[Action]:
+    """What is made again comes first, then what is sent away, last what stays: it is wanted back soonest."""
+    actions: list[Action] = []
+    for action in ("recompute", "offload", "keep"):
+        actions += [action] * count[action]
+    return actions + ["drop"] * (size - len(actions))
 
 
-def spread(size: int) -> list[int]:
-    """Layers so that any first part of them is spread evenly: every second, then those between."""
-    order: list[int] = []
-    stride = 1
-    while stride < size:
-        stride *= 2
-    while stride >= 1:
-        order += [layer for layer in range(0, size, stride) if layer not in order]
-        stride //= 2
-    return order
-
-
-def _place(layer: LayerClass, counts: list[dict[str, int]], order: list[int]) -> list[tuple[Action, ...]]:
-    """Nested along `order`: recomputed in the first layers, then offloaded, then kept, then dropped."""
-    rows: list[list[Action]] = [[] for _ in order]
-    for count in counts:
-        actions: list[Action] = []
-        for action in ("recompute", "offload", "keep"):
-            actions += [action] * count[action]
-        actions += ["drop"] * (len(order) - len(actions))
-        for position, index in enumerate(order):
-            rows[index].append(actions[position])
-    return [tuple(row) for row in rows]
+def _every(count: dict[str, int], size: int) -> list[Action]:
+    """A part that is offloaded is offloaded in every n-th layer, so that each copy has n layers to hide under."""
+    if not 0 < count["offload"] < size or count["keep"] or count["offload"] + count["recompute"] < size:
+        return _contiguous(count, size)
+    stride = -(-size // count["offload"])
+    return ["offload" if index % stride == 0 else "recompute" for index in range(size)]
