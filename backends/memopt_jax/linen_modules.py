@@ -6,6 +6,7 @@ other lifted transform. It is active only inside the wrapper's `apply`, in the c
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -58,7 +59,9 @@ def interceptor(config: LinenConfig) -> Callable[..., Any]:
             return _lifted(module, args, kwargs, region, raw)
         path = config.paths.get(raw, raw)
         args, kwargs = naming.mark_inputs(args, kwargs, path, active=config.active)
-        return naming.mark_outputs(next_call(*args, **kwargs), path, active=config.active)
+        with naming.scope(path) if config.active is None else contextlib.nullcontext():
+            outputs = next_call(*args, **kwargs)
+        return naming.mark_outputs(outputs, path, active=config.active)
 
     return intercept
 

@@ -6,6 +6,8 @@ scanned stacks hold `*` where the layer's index would be, because one traced bod
 
 from __future__ import annotations
 
+import contextlib
+import re
 from typing import Any
 
 import jax
@@ -22,6 +24,24 @@ def mark_name(path: str) -> str:
 def marked_path(name: str) -> str | None:
     """The canonical path a `checkpoint_name` stands for; None for a user's own name."""
     return name[len(PREFIX) :] if name.startswith(PREFIX) else None
+
+
+_SCOPE = re.compile(r"memopt<([^>]*)>")
+
+
+def scope(path: str) -> contextlib.AbstractContextManager[None]:
+    """The name scope of a module while the model is being recorded; `module_of` reads it back."""
+    return jax.named_scope(f"memopt<{path}>")
+
+
+def module_of(name_stack: str) -> str:
+    """The innermost recorded module of a name stack; empty outside all modules.
+
+    >>> module_of("jit(f)/memopt<layers.0>/memopt<layers.0.mlp>/mul")
+    'layers.0.mlp'
+    """
+    found = _SCOPE.findall(name_stack)
+    return found[-1] if found else ""
 
 
 def is_array(value: Any) -> bool:

@@ -79,7 +79,9 @@ def _subclass(cls: type, config: ModuleConfig) -> type:
     @functools.wraps(call)
     def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = naming.mark_inputs(args, kwargs, config.path, active=config.active)
-        with jax.named_scope(config.path.rpartition(".")[2] or plain_class(cls).__name__):
+        recording = config.active is None
+        name = config.path.rpartition(".")[2] or plain_class(cls).__name__
+        with naming.scope(config.path) if recording else jax.named_scope(name):
             outputs = call(self, *args, **kwargs)
         return naming.mark_outputs(outputs, config.path, active=config.active)
 
@@ -155,13 +157,17 @@ class Functional:
         self.names = [_state_path(path) for path, _ in paths]
         self.leaves = [leaf for _, leaf in paths]
 
+    def merge(self, leaves: list[Any]) -> Any:
+        """A copy of the module that holds `leaves`."""
+        return nnx.merge(self.graph, self._structure.unflatten(leaves))
+
     def call(self, call: Callable[..., Any], leaves: list[Any], args: Any, kwargs: Any, *, path: str) -> Any:
         """Call on a copy that holds `leaves`; returns the output and {index of a changed array: its new value}.
 
         Raises:
             MemoptError: `unit-changes-structure` when the call adds or removes variables.
         """
-        module = nnx.merge(self.graph, self._structure.unflatten(leaves))
+        module = self.merge(leaves)
         before = [leaf for _, leaf in jax.tree_util.tree_flatten_with_path(nnx.state(module))[0]]
         outputs = call(module, *args, **kwargs)
         graph, state = nnx.split(module)

@@ -21,14 +21,30 @@ from memopt.plan import Residual
 from .naming import is_array
 from .weights import WeightPlan
 
-OP_PRIMITIVES: Mapping[str, frozenset[str]] = {
-    "matmul": frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}),
-    "topk": frozenset({"top_k", "approx_top_k"}),
-    "random": frozenset({"random_bits", "threefry2x32", "random_gamma", "rng_bit_generator"}),
+_PRIMITIVES: Mapping[str, str] = {
+    "dot_general": "matmul",
+    "conv_general_dilated": "matmul",
+    "ragged_dot": "matmul",
+    "ragged_dot_general": "matmul",
+    "top_k": "topk",
+    "approx_top_k": "topk",
+    "random_bits": "random",
+    "threefry2x32": "random",
+    "random_gamma": "random",
+    "rng_bit_generator": "random",
 }
-"""Primitives behind the policy's `op:` selector; `attention` is reached by name, JAX has no primitive for it."""
 
-OP_OF = {primitive: op for op, primitives in OP_PRIMITIVES.items() for primitive in primitives}
+
+def op_of(primitive: str, params: Mapping[str, Any]) -> str | None:
+    """The `op:` class of an equation, or None.
+
+    A product with batch dimensions counts as attention: scores and weighted values are what such products are for.
+    """
+    op = _PRIMITIVES.get(primitive)
+    if primitive == "dot_general" and params["dimension_numbers"][1][0]:
+        return "attention"
+    return op
+
 
 _TO_HOST = Offloadable(src="device", dst="pinned_host")
 
@@ -68,7 +84,7 @@ class UnitPolicy:
         if primitive == "name":
             # A name that no rule decides is an identity: what it names has been asked about already.
             return self._by_name.get(params["name"], "recompute")
-        by_op = self._by_op.get(OP_OF.get(primitive, ""))
+        by_op = self._by_op.get(op_of(primitive, params) or "") if self.ops else None
         if by_op is not None:
             return by_op
         if self.unnamed == "keep" and primitive in self.never_kept:

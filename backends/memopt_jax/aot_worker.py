@@ -1,0 +1,212 @@
+"""The compiling process of `aot.py`: builds the step over a mesh of no devices, lowers it, compiles it for the target.
+
+`python -m memopt_jax.aot_worker REQUEST RESULT`; REQUEST is a pickled `aot.Request`, RESULT the pickled answer.
+
+Tracing goes over an abstract mesh, on which shardings keep their memory kind (a CUDA topology with no device would
+drop `pinned_host` without a word); only the compile is told the devices.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pickle
+import re
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memopt.errors import MemoptError
+
+from . import attribution, compiler_options, flops, hlo, offset_audit, overlap, topology
+from .aot import PROGRESS_PREFIX, CompiledStep, MemoryFigures, Request
+
+_PLATFORM = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}
+_NO_MEMORY = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM|Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm")
+_UNIT = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def main(asked: str, answered: str) -> None:
+    """Answers one request; a `MemoptError` is an answer too."""
+    request: Request = pickle.loads(Path(asked).read_bytes())
+    try:
+        answer: Any = compile_request(request)
+    except MemoptError as error:
+        answer = error
+    Path(answered).write_bytes(pickle.dumps(answer))
+
+
+def compile_request(request: Request) -> tuple[CompiledStep, ...]:
+    """One `CompiledStep` per variant of compiler options."""
+    import jax
+
+    _say(f"asking for {request.target.name}")
+    devices = topology.devices(request.target)
+    mesh = abstract_mesh(request.mesh, devices)
+    began_s = time.monotonic()
+    _say("building the step")
+    step = _builder(request.builder)(request.payload, mesh)
+    _say("tracing")
+    jitted = jax.jit(step.fn, donate_argnums=step.donate_argnums, out_shardings=step.out_shardings)
+    traced = jitted.trace(*step.args)
+    counted = flops.count(traced.jaxpr).total / len(devices)
+    # With no concrete device in sight, lowering takes the client of the default device: it must be the target's.
+    with jax.default_device(devices[0]):
+        lowered = traced.lower(lowering_platforms=(_PLATFORM[request.target.kind],))
+    trace_s = time.monotonic() - began_s
+    plain = getattr(step, "plain_flops", None)
+    made = []
+    for number, options in enumerate(request.variants):
+        _say(f"compiling {number + 1} of {len(request.variants)}")
+        compiled = _compile(request, lowered, devices, dict(options or {}), step)
+        made.append(_with(compiled, jaxpr_flops=counted, plain_flops=plain, trace_s=trace_s))
+    return tuple(made)
+
+
+def abstract_mesh(axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...]) -> Any:
+    """A mesh with these axes, and the devices' kind but none of the devices.
+
+    Raises:
+        MemoptError: `mesh-devices`, when the product of the axes is not the number of devices.
+    """
+    import jax
+    import numpy as np
+
+    names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+    if math.prod(sizes) != len(devices):
+        shown = " x ".join(f"{name} {size}" for name, size in axes)
+        raise MemoptError.of(
+            "mesh-devices",
+            f"the mesh {shown} has {math.prod(sizes)} devices and the target has {len(devices)}",
+            hint="give one axis -1, or name a target of that many devices",
+        )
+    grid = np.array(devices, dtype=object).reshape(sizes)
+    return jax.sharding.Mesh(grid, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names)).abstract_mesh
+
+
+def _builder(name: str) -> Any:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _compile(request: Request, lowered: Any, devices: Any, options: dict[str, Any], step: Any) -> CompiledStep:
+    import jax
+
+    began_s = time.monotonic()
+    try:
+        compiled = lowered.compile(compiler_options=options or None, device_assignment=devices)
+    except jax.errors.JaxRuntimeError as error:
+        return _refused(request, error, options, step)
+    except ValueError as error:
+        raise compiler_options.explained(error, options, request.target.kind) from error
+    compile_s = time.monotonic() - began_s
+    text = compiled.as_text()
+    module = hlo.parse(text)
+    audited = offset_audit.audit(module, platform=request.target.kind, compiler_options=options)
+    if audited.verdict in ("wrong", "unknown") and request.work_around:
+        _say(f"the recorded offsets are {audited.verdict}: compiling without them")
+        return _work_around(request, lowered, devices, options, step, audited)
+    device, host = figures(compiled.memory_analysis())
+    result = CompiledStep(
+        target=request.target.name,
+        device=device,
+        host=host,
+        argument_roles=attribution.argument_bytes(step.args),
+        residuals=attribution.residual_bytes(module),
+        planned_host_bytes=sum(step.offloaded.values()),
+        compiled_flops=flops.count_compiled(module).total,
+        audit=audited,
+        compiler_options=options,
+        text=text if request.keep_text else None,
+        versions=topology.versions(),
+        compile_s=compile_s,
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+    attribution.require_effect(result, request.target)
+    return _with_schedule(result, module, request)
+
+
+def _work_around(
+    request: Request, lowered: Any, devices: Any, options: dict[str, Any], step: Any, first: Any
+) -> CompiledStep:
+    again = _compile(
+        _with(request, work_around=False), lowered, devices, offset_audit.workaround(options), step
+    )  # fmt: skip
+    note = (
+        f"this jaxlib records {len(first.of('wrong'))} wrong and {len(first.of('unknown'))} unknown slice offsets; "
+        f"compiled without the `{offset_audit.ANNOTATOR_PASS}` pass, which is unproven on a device: run the check first"
+    )
+    return _with(again, notes=(*again.notes, note))
+
+
+def _with_schedule(result: CompiledStep, module: hlo.Module, request: Request) -> CompiledStep:
+    """Adds what the schedule says; a processor's program has none."""
+    target = request.target
+    if target.kind == "cpu" or not module.is_scheduled:
+        return result
+    link = request.link_bytes_per_s or target.host_link_bytes_per_s
+    if link is None:
+        # Bytes and synchronous transfers are known without a rate; seconds are not, and are dropped later.
+        link = math.inf
+    report = overlap.read(module, target, rates=overlap.rates_of(target, host_link_bytes_per_s=link))
+    return _with(result, overlap=report, collectives=report.collectives)
+
+
+def figures(analysis: Any) -> tuple[MemoryFigures, MemoryFigures]:
+    """Device and host memory of `compiled.memory_analysis()`.
+
+    Raises:
+        MemoptError: `no-memory-figures`, where the compiler reports none: zero bytes are never shown as a result.
+    """
+    if analysis is None:
+        raise MemoptError.of("no-memory-figures", "the compiler reports no memory figures for this program")
+    device, host = (
+        MemoryFigures(*(getattr(analysis, f"{space}{part}_size_in_bytes") for part in _PARTS)) for space in ("", "host_")
+    )
+    if device.total <= 0:
+        raise MemoptError.of("no-memory-figures", "the compiler reports 0 bytes for this program, which cannot be")
+    return device, host
+
+
+_PARTS = ("argument", "output", "alias", "temp")
+
+
+def _refused(request: Request, error: Exception, options: Mapping[str, Any], step: Any) -> CompiledStep:
+    """A TPU's compiler refuses what does not fit and says how much it needs; anything else is an error."""
+    message = str(error)
+    found = _NO_MEMORY.search(message)
+    if found is None:
+        unknown = compiler_options.explained(error, options, request.target.kind)
+        raise unknown from error
+    amount, unit = (part for part in found.groups() if part is not None)
+    needed_bytes = int(float(amount) * _UNIT[unit])
+    roles = attribution.argument_bytes(step.args)
+    argument_bytes = sum(size for (_, kind), size in roles.items() if kind == "device")
+    return CompiledStep(
+        target=request.target.name,
+        device=MemoryFigures(argument_bytes, 0, 0, max(needed_bytes - argument_bytes, 0)),
+        host=MemoryFigures(0, 0, 0, 0),
+        over_capacity=True,
+        argument_roles=roles,
+        planned_host_bytes=sum(step.offloaded.values()),
+        compiler_options=dict(options),
+        notes=("the compiler refused the program: " + message.splitlines()[0],),
+        versions=topology.versions(),
+    )
+
+
+def _with(record: Any, **changes: Any) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(record, **changes)
+
+
+def _say(what: str) -> None:
+    print(PROGRESS_PREFIX + what, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

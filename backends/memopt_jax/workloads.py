@@ -1,0 +1,100 @@
+"""Workloads as flax nnx models, with the same weights as the other backend's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from memopt.errors import MemoptError
+from memopt.workloads import HfWorkload, OptimizerConfig, Workload, WorkloadConfig
+from memopt.workloads.initialise import initial_weight, weight_shapes
+
+from . import models
+
+
+def build(config: WorkloadConfig | HfWorkload, *, seed: int | None = None) -> Workload:
+    """The workload with an nnx model; nothing is allocated before `.model()` is called.
+
+    Args:
+        config: A YAML workload.
+        seed: With a seed, `.model()` holds `initial_weights`; without, nnx's own (call it under `nnx.eval_shape` for none).
+
+    Raises:
+        MemoptError: `workload-other-backend` for a Transformers model.
+    """
+    if isinstance(config, HfWorkload):
+        raise MemoptError.of(
+            "workload-other-backend",
+            f"`hf:{config.path}` is a torch model; the JAX backend cannot build it",
+            hint="describe it as a YAML workload (families llama and deepseek_v3), or give FILE.py:FUNCTION",
+        )
+    return Workload(
+        name=config.name,
+        model=lambda: _initialised(config, seed),
+        loss=next_token_loss,
+        batch={"tokens": jax.ShapeDtypeStruct((config.batch, config.sequence + 1), jnp.int32)},
+        optimizer=optimizer(config.optimizer),
+    )
+
+
+def next_token_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Array]) -> jax.Array:
+    """Mean cross entropy of each token given those before it.
+
+    Args:
+        model: `model(tokens, labels)` gives the loss.
+        batch: `tokens` `[B, S + 1]`.
+    """
+    tokens = batch["tokens"]
+    return model(tokens[:, :-1], tokens[:, 1:])
+
+
+def optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """The optax transformation of `config`; the same update as torch's class of that name."""
+    if config.name == "sgd":
+        return optax.chain(
+            optax.add_decayed_weights(config.weight_decay), optax.sgd(config.lr, momentum=config.momentum or None)
+        )
+    first, second = config.betas
+    return optax.adamw(config.lr, b1=first, b2=second, eps=config.eps, weight_decay=config.weight_decay)
+
+
+def load_initial_weights(model: nnx.Module, config: WorkloadConfig, *, seed: int) -> None:
+    """Overwrites the model's parameters with `initial_weights`; a scanned stack's layers are put on its first axis.
+
+    Raises:
+        MemoptError: `workload-weights-mismatch` when the model's parameters are not those of the description.
+    """
+    shapes, used = dict(weight_shapes(config)), set()
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        name = ".".join(str(part) for part in path)
+        layers = _layer_names(name, config, num=variable.shape[0])
+        names = [name] if name in shapes else layers
+        if any(each not in shapes for each in names):
+            raise MemoptError.of("workload-weights-mismatch", f"the description has no `{names[0]}`")
+        values = [initial_weight(each, shapes[each], seed=seed) for each in names]
+        variable[...] = jnp.asarray(values[0] if name in shapes else np.stack(values), variable.dtype)
+        used.update(names)
+    if used != set(shapes):
+        raise MemoptError.of("workload-weights-mismatch", f"the model lacks {sorted(set(shapes) - used)[:5]}")
+
+
+def _layer_names(name: str, config: WorkloadConfig, *, num: int) -> list[str]:
+    """Canonical names of a scanned stack's `num` layers: `layers.mlp.w` is `layers.0.mlp.w` and so on.
+
+    `dense_layers` are the first of a model with experts; `layers` are then the rest.
+    """
+    stack, _, rest = name.partition(".")
+    first = config.moe.dense_layers if config.moe is not None and stack == "layers" else 0
+    return [f"layers.{first + index}.{rest}" for index in range(num)]
+
+
+def _initialised(config: WorkloadConfig, seed: int | None) -> nnx.Module:
+    model = models.build(config)
+    if seed is not None:
+        load_initial_weights(model, config, seed=seed)
+    return model
