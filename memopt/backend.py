@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .errors import MemoptError, did_you_mean
 
@@ -32,16 +32,20 @@ class Capabilities:
     """What a backend (with given options) can do.
 
     Attributes:
-        supported: Feature names. `recompute:activation`, `offload:activation`, `offload:param`,
-            `offload:optimizer_state`, `offload:grad`, `shard:param`, `shard:grad`, `shard:optimizer_state`, `shard:dimension`
-            (`axis: {fsdp: 0}`), `fraction:activation`, `fraction:optimizer_state`, `fraction:param`, `layers:scan` (`layers:` on a
-            scanned stack), `update_on:host`, `update_on:device`, `reshard_after_forward:false`, `reshard_after_forward:int`, `prefetch`,
-            `mesh:replicate`, `mesh:custom` (axes other than replicate and fsdp), `precision`, `precision:float16`,
-            `accumulate`, `accumulate:last`, `op:matmul`, `op:attention`, `op:topk`, `op:random`, `name` (checkpoint names).
+        supported: Feature names. Actions by role: `recompute:activation`, `offload:activation`, `offload:param`,
+            `offload:grad`, `offload:optimizer_state`, `shard:param`, `shard:grad`, `shard:optimizer_state`; parts of them:
+            `shard:dimension` (`axis: {fsdp: 0}`), `fraction:ROLE`, `layers:scan` (`layers:` on a scanned stack),
+            `update_on:host`, `update_on:device`; selectors: `name`, `op:matmul`, `op:attention`, `op:topk`, `op:random`;
+            settings: `reshard_after_forward:false`, `reshard_after_forward:int`, `prefetch`, `mesh:replicate`,
+            `mesh:custom` (other axes), `precision`, `precision:float16`, `accumulate`, `accumulate:last`.
+        sharding: How `axis: NAME` (`auto`) is meant. `flat`: units are flat buffers, borders cut parameters anywhere;
+            `divisible`: the largest dimension that the axis divides, else the rule is refused; `first`: dimension 0,
+            uneven allowed.
         instead: Feature -> one sentence: what the user can do instead on this backend. Shown when a rule is refused.
     """
 
     supported: frozenset[str]
+    sharding: Literal["flat", "divisible", "first"] = "divisible"
     instead: Mapping[str, str] = field(default_factory=dict)
 
 

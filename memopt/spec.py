@@ -83,6 +83,8 @@ class ModelSpec:
         modules: Every module, root first.
         stacks: The repeated layers, largest first; the first is the default of `layers:` selectors.
         ties: Groups of canonical parameter paths that share storage; the first of each group is the row.
+        batch: Whether activation shapes are those of the whole mesh's batch (`global`, as JAX sees them) or of one
+            device's (`per_device`, as torch does).
         optimizer_slots: State tensors per parameter of the parameter's shape; Adam's two where no optimizer is known.
     """
 
@@ -93,6 +95,7 @@ class ModelSpec:
     stacks: tuple[StackSpec, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
     optimizer_slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    batch: Literal["per_device", "global"] = "per_device"
 
     def tensors_of(self, role: Role) -> tuple[TensorSpec, ...]:
         """The tensors of one role, in model order."""

@@ -1,0 +1,184 @@
+"""Entries: every tensor a rule can decide, before any rule is read.
+
+Gradients and optimizer state are derived from the trainable parameters; each unit gets one entry for the values inside
+it that no selector reaches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from ..errors import MemoptError
+from ..policy import Policy, Precision
+from ..spec import ModelSpec, TensorSpec
+from ..vocabulary import tensor_name
+from .units import UnitTable, prefixes
+
+ITEM_BYTES: Mapping[str, int] = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "complex64": 8, "complex128": 16, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes of one element."""
+
+FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
+UNNAMED = "<unnamed>"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in one role.
+
+    Attributes:
+        tensor: What selectors see (for `grad` and `optimizer_state` the parameter's, in that role).
+        unit: Unit name, or None for the root.
+        dtype: As held between steps.
+        count: Tensors of that shape (optimizer slots).
+        layers: Stack path -> index, of every stack it is inside of.
+        own_input: Whether it is its unit's own input.
+        unnamed: Whether it stands for the unit's values that no selector reaches.
+    """
+
+    tensor: TensorSpec
+    unit: str | None
+    dtype: str | None
+    count: int = 1
+    layers: Mapping[str, int] = field(default_factory=dict)
+    own_input: bool = False
+    unnamed: bool = False
+
+    @property
+    def role(self) -> str:
+        return self.tensor.role
+
+    @property
+    def path(self) -> str:
+        return self.tensor.path
+
+    @property
+    def global_nbytes(self) -> int | None:
+        """Bytes over the whole mesh, counted once; None where the shape or dtype is unknown."""
+        if self.tensor.shape is None or self.dtype is None:
+            return None
+        return math.prod(self.tensor.shape) * item_bytes(self.dtype, self.path) * self.count
+
+
+def item_bytes(dtype: str, path: str) -> int:
+    """Bytes of one element.
+
+    Raises:
+        MemoptError: `unknown-dtype`.
+    """
+    if dtype not in ITEM_BYTES:
+        raise MemoptError.of("unknown-dtype", f"dtype `{dtype}` has no known size", path=path)
+    return ITEM_BYTES[dtype]
+
+
+def make_entries(policy: Policy, spec: ModelSpec, units: UnitTable) -> tuple[Entry, ...]:
+    """Every entry, in model order: parameters with their gradient and state, buffers, activations, unnamed values."""
+    stacks = {stack.path for stack in spec.stacks}
+    model_dtype = next((tensor.dtype for tensor in spec.tensors_of("param") if tensor.dtype in FLOATS), None)
+    entries: list[Entry] = []
+    for tensor in _without_ties(spec):
+        layers = _layers(tensor.path, stacks)
+        if tensor.role == "param":
+            entries.extend(_parameter(tensor, _unit_of_parameter(tensor, units), layers, policy.precision, spec))
+        elif tensor.role == "activation":
+            entries.append(_activation(tensor, layers, stacks, model_dtype, policy.precision, spec, units))
+        else:
+            entries.append(Entry(tensor, units.of(tensor.path), tensor.dtype, layers=layers))
+    for unit in units.units:
+        placeholder = TensorSpec(path=f"{unit.name}.{UNNAMED}", role="activation", shape=None, dtype=None)
+        layers = _layers(unit.members[0], stacks) if len(unit.members) == 1 else {}
+        entries.append(Entry(placeholder, unit.name, None, layers=layers, unnamed=True))
+    return tuple(entries)
+
+
+def _without_ties(spec: ModelSpec) -> Iterator[TensorSpec]:
+    """Parameters that share storage are one tensor with aliases, the first of each group."""
+    first_of = {path: group[0] for group in spec.ties for path in group[1:]}
+    tied_to = {group[0]: group[1:] for group in spec.ties}
+    by_path = {tensor.path: tensor for tensor in spec.tensors if tensor.role == "param"}
+    for tensor in spec.tensors:
+        if tensor.role != "param":
+            yield tensor
+            continue
+        if tensor.path in first_of and first_of[tensor.path] in by_path:
+            continue
+        others = tied_to.get(tensor.path, ())
+        aliases = [*tensor.aliases, *others, *(a for path in others if path in by_path for a in by_path[path].aliases)]
+        yield replace(tensor, aliases=tuple(name for name in dict.fromkeys(aliases) if name != tensor.path))
+
+
+def _unit_of_parameter(tensor: TensorSpec, units: UnitTable) -> str | None:
+    """Its unit; a parameter that modules of several units share belongs to the root, which outlives them."""
+    owners = {units.of(name) for name in (tensor.path, *(alias for alias in tensor.aliases if "." in alias))}
+    own = units.of(tensor.path)
+    others = {owner for owner in owners if owner is not None and owner != own}
+    return None if others else own
+
+
+def _parameter(
+    tensor: TensorSpec, unit: str | None, layers: Mapping[str, int], precision: Precision | None, spec: ModelSpec
+) -> Iterator[Entry]:
+    is_cast = precision is not None and tensor.trainable and tensor.dtype in FLOATS
+    master = precision.master if precision is not None and is_cast else tensor.dtype
+    yield Entry(tensor, unit, master, layers=layers)
+    if not tensor.trainable:
+        return
+    state = precision.optimizer_state if precision is not None and is_cast else tensor.dtype
+    yield Entry(replace(tensor, role="grad"), unit, master, layers=layers)
+    yield Entry(replace(tensor, role="optimizer_state"), unit, state, count=len(spec.optimizer_slots), layers=layers)
+
+
+def _activation(
+    tensor: TensorSpec,
+    layers: Mapping[str, int],
+    stacks: set[str],
+    model_dtype: str | None,
+    precision: Precision | None,
+    spec: ModelSpec,
+    units: UnitTable,
+) -> Entry:
+    names = (tensor.path, *tensor.aliases)
+    unit, is_own_input = _unit_of_activation(tensor, names, units)
+    if is_own_input:
+        input_name = next(name for name in names if _input_owner(name) is not None and units.of(name) == unit)
+        layers = _layers(input_name, stacks)
+    neutral = tensor.tensor or next(
+        (name for name in (tensor_name(spec.family, path) for path in names) if name is not None), None
+    )
+    is_cast = precision is not None and tensor.dtype in FLOATS and tensor.dtype == model_dtype
+    dtype = precision.compute if precision is not None and is_cast else tensor.dtype
+    return Entry(replace(tensor, tensor=neutral), unit, dtype, layers=layers, own_input=is_own_input)
+
+
+def _unit_of_activation(tensor: TensorSpec, names: tuple[str, ...], units: UnitTable) -> tuple[str | None, bool]:
+    """The unit that holds the value, and whether it is that unit's own input.
+
+    A layer's output that is the next layer's input is held by the next: it is what that unit's backward starts from.
+    """
+    made_in = {units.of(name) for name in names if _input_owner(name) is None}
+    for name in names:
+        owner = _input_owner(name)
+        unit = units.by_member.get(owner) if owner is not None else None
+        if unit is not None and unit not in made_in:
+            return unit, True
+    return units.of(tensor.path), False
+
+
+def _input_owner(name: str) -> str | None:
+    """`layers.3` for `layers.3.input` and `layers.3.input[1]`, None for other names."""
+    owner, dot, last = name.rpartition(".")
+    return owner if dot and last.partition("[")[0] == "input" else None
+
+
+def _layers(path: str, stacks: set[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for prefix in prefixes(path):
+        parent, _, index = prefix.rpartition(".")
+        if index.isdigit() and parent in stacks:
+            found[parent] = int(index)
+    return found
