@@ -68,8 +68,8 @@ def byte_batches(paths: Iterable[str] | None = None, *, batch: int, sequence: in
         int32 `[steps, batch, sequence + 1]`, values below 256.
 
     Raises:
-        MemoptError: `data-unreadable` for every file that cannot be read; `data-too-small` when the text is shorter than
-            one sequence.
+        MemoptError: `data-unreadable` for every file that cannot be read; `data-too-small` when the text is shorter
+            than one sequence.
     """
     text = _joined(default_text() if paths is None else list(paths))
     if len(text) < sequence + 1:

@@ -119,8 +119,8 @@ def num_devices(tree: Any) -> int:
 def residual_nbytes(jaxpr: Any) -> int:
     """Bytes that forward loops stack up for backward loops, over all devices.
 
-    A residual of a scanned layer is an output stacked by one scan (`ys`) that a later, reversed scan takes apart (`xs`).
-    Residuals outside scans are not told from temporaries and stay in `temp`.
+    A residual of a scanned layer is an output stacked by one scan (`ys`) that a later, reversed scan takes apart
+    (`xs`). Residuals outside scans are not told from temporaries and stay in `temp`.
     """
     total = 0
     for level in _levels(getattr(jaxpr, "jaxpr", jaxpr)):

@@ -22,7 +22,7 @@ def build(config: WorkloadConfig | HfWorkload, *, seed: int | None = None) -> Wo
 
     Args:
         config: A YAML workload.
-        seed: With a seed, `.model()` holds `initial_weights`; without, nnx's own (call it under `nnx.eval_shape` for none).
+        seed: With a seed, `.model()` holds `initial_weights`; without, nnx's own (`nnx.eval_shape`: shapes alone).
 
     Raises:
         MemoptError: `workload-other-backend` for a Transformers model.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+
 from memopt.errors import MemoptError
 from memopt.matching import canonical
 from memopt.workloads import HfWorkload, OptimizerConfig, Workload, WorkloadConfig

@@ -20,8 +20,8 @@ def weight_shapes(config: WorkloadConfig) -> Iterator[tuple[str, tuple[int, ...]
     """Every trainable tensor of the model, in model order.
 
     Returns:
-        Canonical path (Transformers' names without the leading `model.`) and shape in torch orientation: a projection is
-        `[out, in]`, stacked experts are `[experts, out, in]`.
+        Canonical path (Transformers' names without the leading `model.`) and shape in torch orientation: a projection
+        is `[out, in]`, stacked experts are `[experts, out, in]`.
     """
     yield "embed_tokens.weight", (config.vocab, config.hidden)
     for layer in range(config.layers):

@@ -1,4 +1,4 @@
-"""What the user may write after `--workload`: a YAML, a Transformers folder, or a function that returns a `Workload`."""
+"""What the user may write after `--workload`: a YAML, a Transformers folder, or a function that gives a `Workload`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _importing(what: str, load: Callable[[], Any]) -> Any:
     """Runs an import; whatever the user's module raises becomes one problem that names the line."""
     try:
         return load()
-    except Exception as error:  # noqa: BLE001 - a user's module may raise anything, and all of it is reported
+    except Exception as error:
         raise _failure("workload-import-failed", f"importing `{what}` failed", error) from error
 
 
@@ -127,7 +127,7 @@ def _called(module: Any, function: str, reference: str) -> Workload:
         )
     try:
         workload = make()
-    except Exception as error:  # noqa: BLE001 - as above
+    except Exception as error:
         raise _failure("workload-import-failed", f"`{reference}` raised", error) from error
     if not isinstance(workload, Workload):
         raise MemoptError.of(

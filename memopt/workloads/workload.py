@@ -19,10 +19,10 @@ class Workload:
         loss: `loss(model, batch)` gives the scalar that is differentiated.
         batch: Example tensors by name; shapes and dtypes are enough. torch: what one rank passes to one step. JAX: the
             whole batch, over all devices.
-        optimizer: torch: a callable from parameters (or from `named_parameters`, when it has an argument of that name) to
-            an optimizer. JAX: an optax transformation.
-        ref: What `load_workload` was given (its file made absolute), so that another process can load it again; None for
-            a workload built in this process.
+        optimizer: torch: a callable from parameters (or from `named_parameters`, when it has an argument of that name)
+            to an optimizer. JAX: an optax transformation.
+        ref: What `load_workload` was given (its file made absolute), so that another process can load it again; None
+            for a workload built in this process.
     """
 
     name: str
