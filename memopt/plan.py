@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from .plan_diff import PlanDiff
 
 Residual = Literal["keep", "recompute", "offload"]
 MemoryKind = Literal["device", "pinned_host"]
@@ -155,3 +158,24 @@ class Plan:
         data = asdict(self)
         data["rows"].sort(key=lambda row: (row["path"], row["role"]))
         return json.dumps(data, indent=indent, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote; rows come sorted by (path, role)."""
+        data = json.loads(text)
+        data["mesh"] = tuple((axis, size) for axis, size in data["mesh"])
+        data["units"] = tuple(PlanUnit(**{**unit, "members": tuple(unit["members"])}) for unit in data["units"])
+        data["rows"] = tuple(_row(row) for row in data["rows"])
+        return cls(**{**data, "warnings": tuple(data["warnings"]), "rule_order": tuple(data["rule_order"])})
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What changes from this plan to another: settings, units and rows, each with both values."""
+        from .plan_diff import diff_plans
+
+        return diff_plans(self, other)
+
+
+def _row(data: Mapping[str, Any]) -> PlanRow:
+    shape = data["shape"]
+    fixed = {"shape": None if shape is None else tuple(shape), "losers": tuple(data["losers"])}
+    return PlanRow(**{**data, **fixed, "aliases": tuple(data["aliases"])})

@@ -10,6 +10,7 @@ from ..plan import PlanUnit
 from ..policy import OffloadRule, Policy, RecomputeRule, Rule, ShardRule
 from ..spec import ModelSpec
 from .entries import Entry
+from .selectors import acting_roles
 from .slots import Decisions, slots_of
 
 _WORDS: Mapping[str, str] = {
@@ -60,12 +61,36 @@ def refuse(
     for i, rule in enumerate(policy.rules):
         decided = [n for n, won in decisions.winners.items() if i in won.values()]
         roles = list(dict.fromkeys(entries[n].role for n in decided))
-        scanned = any(
-            stack.kind == "scan" and stack.path in entries[n].layers for n in decided for stack in spec.stacks
-        )
+        scanned = any(entries[n].layers.keys() & scans for n in decided)
         for feature, path in _rule_needs(rule, roles, is_scanned=scanned):
             needs.append((feature, ("rules", i, *path), f"rule `{rule.name}`"))
     needs += [(feature, path, "the policy") for feature, path in _setting_needs(policy, mesh, units)]
+    return _refused(policy, needs, backend, capabilities)
+
+
+def refuse_by_policy(
+    policy: Policy, mesh: Mapping[str, int], *, backend: str, capabilities: Capabilities
+) -> list[Problem]:
+    """What can be refused with no model at hand: rules whose roles are written, and settings."""
+    needs: list[tuple[str, Path, str]] = []
+    for i, rule in enumerate(policy.rules):
+        roles = acting_roles(rule)
+        is_certain = rule.match.role is not None or roles == {"activation"}
+        for feature, path in _rule_needs(rule, sorted(roles) if is_certain else [], is_scanned=False):
+            needs.append((feature, ("rules", i, *path), f"rule `{rule.name}`"))
+    defaults = policy.unit_defaults
+    written = [PlanUnit("", (), defaults.reshard_after_forward, defaults.prefetch.forward, defaults.prefetch.backward)]
+    for unit in policy.units or ():
+        reshard = defaults.reshard_after_forward if unit.reshard_after_forward is None else unit.reshard_after_forward
+        prefetch = unit.prefetch or defaults.prefetch
+        written.append(PlanUnit("", (), reshard, prefetch.forward, prefetch.backward))
+    needs += [(feature, path, "the policy") for feature, path in _setting_needs(policy, mesh, written)]
+    return _refused(policy, needs, backend, capabilities)
+
+
+def _refused(
+    policy: Policy, needs: Sequence[tuple[str, Path, str]], backend: str, capabilities: Capabilities
+) -> list[Problem]:
     return [
         Problem(
             "unsupported-by-backend",
@@ -129,7 +154,7 @@ def _setting_needs(policy: Policy, mesh: Mapping[str, int], units: Sequence[Plan
         if policy.accumulate.reduce == "last":
             needs.append(("accumulate:last", ("accumulate", "reduce")))
     for axis, size in mesh.items():
-        if policy.mesh is not None and axis in policy.mesh and size > 1 and axis != "fsdp":
+        if policy.mesh is not None and axis in policy.mesh and size != 1 and axis != "fsdp":
             needs.append(("mesh:replicate" if axis == "replicate" else "mesh:custom", ("mesh", axis)))
     return needs
 

@@ -121,7 +121,7 @@ class _Builder:
     def _deciding_rule(self, n: int, rules: Mapping[str, str]) -> str | None:
         """The rule that matched the row itself, layout's before memory's; else the one whose layout it inherits."""
         own = self._decisions.winners.get(n, {})
-        slots = [slot for slot in (LAYOUT, MEMORY, RESIDUAL) if slot in own] or [slot for slot in rules]
+        slots = [slot for slot in (LAYOUT, MEMORY, RESIDUAL) if slot in own] or list(rules)
         return rules[slots[0]] if slots else None
 
     def _activation(self, entry: Entry, rule: Rule | None, rules: Mapping[str, str], n: int) -> PlanRow:

@@ -1,0 +1,108 @@
+"""Everything that can be said of a policy file: alone, for a backend, for a world, for a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .backend import Backend, backend_names, load_backend
+from .errors import MemoptError, Problem
+from .loading import load_policy, validate_options
+from .lowering import make_plan
+from .lowering.mesh import lower_mesh
+from .lowering.refusals import refuse_by_policy
+from .plan import Plan
+from .policy import Policy
+from .spec import ModelSpec
+
+UNSUPPORTED = "unsupported-by-backend"
+
+
+def policy_problems(
+    file: Path, *, workload: str | None = None, backend: str | None = None, world_size: int | None = None
+) -> list[Problem]:
+    """Every problem of a policy file.
+
+    Args:
+        file: The policy.
+        workload: With one, rules are matched against its model: dead and shadowed rules, units that match nothing.
+        backend: With one, what it cannot do is refused; without one, what none of the backends can do.
+        world_size: With one, the mesh must fill it.
+
+    Raises:
+        MemoptError: Where the workload or the backend is not found.
+    """
+    chosen = [load_backend(backend)] if backend is not None else []
+    try:
+        policy = load_policy(file)
+    except MemoptError as error:
+        return list(error.problems)
+    if workload is not None:
+        candidates = chosen or [load_backend(name) for name in backend_names()]
+        return _against_workload(policy, workload, candidates, world_size)
+    return _without_model(policy, chosen, world_size)
+
+
+def plan_for(policy: Path, workload: str, backend: str, *, world_size: int | None = None) -> Plan:
+    """The plan of a policy file for a workload; without `world_size` for the fewest devices that the mesh takes.
+
+    Raises:
+        MemoptError: With every problem found.
+    """
+    from .workloads import load_workload
+
+    chosen = load_backend(backend)
+    loaded = load_policy(policy)
+    options = validate_options(loaded, chosen)
+    spec = chosen.inspect_workload(load_workload(workload))
+    size = world_size or least_world(loaded)
+    return make_plan(loaded, spec, backend=chosen, world_size=size, options=options)
+
+
+def _without_model(policy: Policy, chosen: Sequence[Backend], world_size: int | None) -> list[Problem]:
+    problems: list[Problem] = []
+    mesh = {axis: size for axis, size in (policy.mesh or {}).items() if size != 1}
+    if world_size is not None:
+        nothing = ModelSpec(backend="", family=None, tensors=(), modules=())
+        mesh = dict(lower_mesh(policy, nothing, world_size, problems))
+    for one in chosen:
+        capabilities = one.capabilities(validate_options(policy, one))
+        problems += refuse_by_policy(policy, mesh, backend=one.name, capabilities=capabilities)
+    return problems
+
+
+def _against_workload(
+    policy: Policy, workload: str, candidates: Sequence[Backend], world_size: int | None
+) -> list[Problem]:
+    from .workloads import load_workload
+
+    loaded = load_workload(workload)
+    found: list[list[Problem]] = []
+    for one in candidates:
+        try:
+            spec = one.inspect_workload(loaded)
+            size = world_size or least_world(policy)
+            make_plan(policy, spec, backend=one, world_size=size, options=validate_options(policy, one))
+            found.append([])
+        except MemoptError as error:
+            found.append(list(error.problems))
+    return _merged(found)
+
+
+def least_world(policy: Policy) -> int:
+    """The smallest world that the mesh fills, where none was given."""
+    size = 1
+    for axis_size in (policy.mesh or {}).values():
+        size *= max(1, axis_size)
+    return size
+
+
+def _merged(found: Sequence[Sequence[Problem]]) -> list[Problem]:
+    """Each problem once; what one backend refuses and another can do is no problem of the policy."""
+    can_all = any(all(problem.code != UNSUPPORTED for problem in problems) for problems in found)
+    merged: dict[Problem, None] = {}
+    for problems in found:
+        for problem in problems:
+            if problem.code != UNSUPPORTED or not can_all:
+                merged.setdefault(problem, None)
+    return list(merged)

@@ -1,0 +1,65 @@
+"""The `memopt` command. Only the module of the command that runs is imported: `validate` must answer at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+
+import typer
+
+from ..errors import MemoptError, Problem
+
+COMMANDS = ("validate", "explain", "plan", "tune", "compare", "check", "doctor", "schema", "targets")
+"""In the order of the help text; each is a module of this package with a function of its name."""
+
+_USAGE = frozenset(
+    {"unknown-backend", "unknown-target", "workload-bad-reference", "workload-not-found", "backend-needed"}
+)
+
+
+def build_app(names: Sequence[str]) -> typer.Typer:
+    """The app with those commands; a command whose module is not there is absent."""
+    app = typer.Typer(
+        name="memopt",
+        help="One YAML memory policy - shard, recompute, offload - for the same model in JAX and in PyTorch.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+
+    @app.callback()
+    def _group() -> None:
+        """Keeps a lone command from becoming the app itself."""
+
+    for name in names:
+        if find_spec(f"{__name__}.{name}") is not None:
+            app.command(name)(getattr(import_module(f"{__name__}.{name}"), name))
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command; exits 0 when all is fine, 1 with problems, 2 for wrong usage."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    names = [given[0]] if given and given[0] in COMMANDS else COMMANDS
+    try:
+        build_app(names)(args=given, prog_name="memopt")
+    except MemoptError as error:
+        report(error.problems, as_json="--json" in given)
+        sys.exit(2 if all(_is_usage(problem) for problem in error.problems) else 1)
+
+
+def report(problems: Sequence[Problem], *, as_json: bool) -> None:
+    """All problems: as one JSON document on stdout, or as text on stderr."""
+    if as_json:
+        print(json.dumps({"ok": not problems, "problems": [problem.to_json() for problem in problems]}, indent=2))
+        return
+    for problem in problems:
+        print(problem.render(), file=sys.stderr)
+
+
+def _is_usage(problem: Problem) -> bool:
+    return problem.code in _USAGE and problem.line is None

@@ -1,0 +1,61 @@
+"""Selectors: whether a rule's `match` holds for an entry, `layers` and `fraction` left aside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..matching import any_matches, is_input_name, matches, selects
+from ..policy import Match, OffloadRule, RecomputeRule, Rule, ShardRule
+from .entries import Entry
+from .units import UnitTable
+
+_STATE = frozenset({"param", "grad", "optimizer_state"})
+_ACTIVATION = frozenset({"activation"})
+
+
+def acting_roles(rule: Rule) -> frozenset[str]:
+    """The roles a rule is about; without `role`, those its action can act on."""
+    if rule.match.role is not None:
+        return frozenset(rule.match.role)
+    if isinstance(rule, RecomputeRule):
+        return _ACTIVATION
+    if isinstance(rule, ShardRule):
+        return _STATE
+    if isinstance(rule, OffloadRule) and _names_activations(rule.match):
+        return _ACTIVATION
+    return _STATE | _ACTIVATION
+
+
+def _names_activations(match: Match) -> bool:
+    by_input = match.path is not None and any(is_input_name(pattern) for pattern in match.path)
+    return by_input or any(selector is not None for selector in (match.tensor, match.op, match.name))
+
+
+def is_selected(rule: Rule, entry: Entry, units: UnitTable) -> bool:
+    """Whether all selectors but `layers` hold."""
+    match, tensor = rule.match, entry.tensor
+    if entry.role not in acting_roles(rule):
+        return False
+    if match.unit is not None and not in_unit(match.unit, entry, units):
+        return False
+    if entry.unnamed:
+        return not match.names_values and match.min_bytes is None and match.dtype is None and match.trainable is None
+    return (
+        (match.tensor is None or tensor.tensor in match.tensor)
+        and (match.op is None or tensor.op in match.op)
+        and (match.trainable is None or (entry.role != "activation" and tensor.trainable == match.trainable))
+        and (match.dtype is None or entry.dtype in match.dtype)
+        and (match.min_bytes is None or (entry.global_nbytes or 0) >= max(match.min_bytes, 1))
+        and (match.name is None or is_named(match.name, tensor.checkpoint_name))
+        and (match.path is None or selects(match.path, tensor))
+    )
+
+
+def is_named(patterns: Iterable[str], name: str | None) -> bool:
+    return name is not None and any(matches(pattern, name) for pattern in patterns)
+
+
+def in_unit(patterns: Iterable[str], entry: Entry, units: UnitTable) -> bool:
+    if entry.unit is None:
+        return False
+    return any_matches(patterns, (entry.unit, *units.by_name[entry.unit].members))

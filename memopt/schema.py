@@ -1,0 +1,39 @@
+"""The policy's JSON Schema (draft 2020-12), as YAML editors want it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .policy import Policy
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def policy_schema() -> dict[str, Any]:
+    """The schema that `memopt schema` prints; what it accepts, `load_policy` accepts, model-dependent checks aside."""
+    schema = Policy.model_json_schema(mode="validation")
+    _tidy(schema)
+    return {"$schema": DRAFT, "title": "memopt policy", **{k: v for k, v in schema.items() if k != "title"}}
+
+
+def _tidy(node: Any) -> None:
+    """Drop generated titles, which editors show instead of the key, and `null`, which the loader refuses."""
+    if isinstance(node, list):
+        for entry in node:
+            _tidy(entry)
+        return
+    if not isinstance(node, dict):
+        return
+    if isinstance(node.get("title"), str) and ("type" in node or "anyOf" in node or "$ref" in node or "oneOf" in node):
+        del node["title"]
+    members = node.get("anyOf")
+    if isinstance(members, list):
+        kept = [member for member in members if member != {"type": "null"}]
+        if len(kept) < len(members):
+            node.pop("default", None) if node.get("default", 0) is None else None
+            del node["anyOf"]
+            node |= kept[0] if len(kept) == 1 else {"anyOf": kept}
+    if isinstance(node.get("description"), str):
+        node["description"] = node["description"].partition("\n\nAttributes:")[0].strip()
+    for entry in node.values():
+        _tidy(entry)
