@@ -65,12 +65,10 @@ class Row:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for `results.json`; a loss that is not finite becomes null, which JSON has a word for."""
+        """Plain data for `results.json`; a figure that is not finite becomes null, which JSON has a word for."""
         data = asdict(self)
-        data["losses"] = [loss if math.isfinite(loss) else None for loss in self.losses]
-        if self.final_loss is not None and not math.isfinite(self.final_loss):
-            data["final_loss"] = None
-        return data
+        data["losses"] = [_finite(loss) for loss in self.losses]
+        return {key: _finite(value) for key, value in data.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +174,10 @@ def max_abs_difference(left: Sequence[float], right: Sequence[float]) -> float |
         return None
     differences = [abs(a - b) for a, b in zip(left, right, strict=True)]
     return math.nan if any(math.isnan(difference) for difference in differences) else max(differences)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _quartiles(times: Sequence[float]) -> tuple[float, float] | None:
