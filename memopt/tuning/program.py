@@ -70,9 +70,9 @@ class Rows:
         low, high = np.array([low for _, low, _ in self.rows]), np.array([high for _, _, high in self.rows])
         return milp(
             costs,
-            constraints=LinearConstraint(matrix, low, high),
+            constraints=LinearConstraint(matrix, low, high),  # pyright: ignore[reportArgumentType]
             integrality=np.array(self.integral, dtype=int),
-            bounds=Bounds(0, np.array(self.upper)),
+            bounds=Bounds(np.zeros(len(self.upper)), np.array(self.upper)),  # pyright: ignore[reportArgumentType]
             options={"time_limit": time_limit_s, "mip_rel_gap": rel_gap},
         )
 

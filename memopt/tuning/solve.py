@@ -20,6 +20,7 @@ from .program import CONST, Block, Linear, Program
 EXACT_DECISIONS = 48
 _MAX_ROUNDS = 300
 _TIE = 1e-9
+_COUNTED: tuple[Action, ...] = ("keep", "offload", "recompute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +143,14 @@ def _forbid(program: Program, result: OptimizeResult) -> None:
 
 
 def _exact_assignment(program: Program, result: OptimizeResult) -> Assignment:
-    return tuple(
-        tuple(
-            next((action for action in ("keep", "offload", "recompute") if result.x[count[action]] > 0.5), "drop")
-            for count in counts
-        )
-        for counts in program.counts
-    )
+    return tuple(tuple(_exact_action(count, result) for count in counts) for counts in program.counts)
+
+
+def _exact_action(count: dict[str, int], result: OptimizeResult) -> Action:
+    for action in _COUNTED:
+        if result.x[count[action]] > 0.5:
+            return action
+    return "drop"
 
 
 def _solve_by_counts(problem: Problem, *, max_cuts: int, time_limit_s: float) -> Solution | None:
@@ -192,9 +194,10 @@ def _assignments(program: Program, result: OptimizeResult) -> Iterator[Assignmen
 def _contiguous(count: dict[str, int], size: int) -> list[Action]:
     """What is made again comes first, then what is sent away, last what stays: it is wanted back soonest."""
     actions: list[Action] = []
-    for action in ("recompute", "offload", "keep"):
+    for action in reversed(_COUNTED):
         actions += [action] * count[action]
-    return actions + ["drop"] * (size - len(actions))
+    rest: list[Action] = ["drop"] * (size - len(actions))
+    return actions + rest
 
 
 def _every(count: dict[str, int], size: int) -> list[Action]:
@@ -202,4 +205,6 @@ def _every(count: dict[str, int], size: int) -> list[Action]:
     if not 0 < count["offload"] < size or count["keep"] or count["offload"] + count["recompute"] < size:
         return _contiguous(count, size)
     stride = -(-size // count["offload"])
-    return ["offload" if index % stride == 0 else "recompute" for index in range(size)]
+    again: Action = "recompute"
+    sent: Action = "offload"
+    return [sent if index % stride == 0 else again for index in range(size)]
