@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .ledger import Ledger, Peak, Phase, Role
 
-_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+_PLAIN_DISPATCH = torch._C._disabled_torch_dispatch_impl
 # c10d's operator names (torch/csrc/distributed/c10d/Ops.cpp) -> what the contract calls them.
 _COLLECTIVES = {
     "_allgather_base_": "all_gather",
@@ -74,8 +74,7 @@ def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
         if not is_wrapper_type(type(leaf)):
             yield leaf
         elif hasattr(leaf, "__tensor_flatten__"):
-            names, _ = leaf.__tensor_flatten__()
-            for name in names:
+            for name in getattr(leaf, "__tensor_flatten__")()[0]:  # noqa: B009  # the stubs do not know it
                 yield from plain_tensors(getattr(leaf, name))
         else:
             yield from plain_tensors(getattr(leaf, "_local_tensor", getattr(leaf, "local", None)))
@@ -259,15 +258,15 @@ class StepMeter(TorchDispatchMode):
     def _follow_resizes(self) -> None:
         original = torch.UntypedStorage.resize_
 
-        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
-            result = original(storage, nbytes)
+        def resize_(self_: torch.UntypedStorage, size: int) -> Any:
+            result = original(self_, size)
             self.ledger.origin = "resize_"
             self.ledger.enter(self._phase())
-            if not is_host_storage(storage):
-                self.ledger.see(storage)
+            if not is_host_storage(self_):
+                self.ledger.see(self_)
             return result
 
-        torch.UntypedStorage.resize_ = resize_
+        setattr(torch.UntypedStorage, "resize_", resize_)  # noqa: B010  # the stubs fix the parameter names
         self._undo.append(lambda: setattr(torch.UntypedStorage, "resize_", original))
 
     def _follow_modules(self) -> None:
