@@ -1,0 +1,151 @@
+"""What the policy layer sees of this backend. torch is imported inside the methods only."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from memopt.backend import INSTALL, Capabilities, Launch
+from memopt.errors import MemoptError
+from memopt.plan import Plan
+from memopt.spec import ModelSpec
+
+_SHARED = frozenset(
+    {
+        "recompute:activation",
+        "offload:activation",
+        "fraction:activation",
+        "op:matmul",
+        "op:attention",
+        "op:topk",
+        "op:random",
+        "shard:param",
+        "reshard_after_forward:false",
+        "prefetch",
+        "mesh:replicate",
+        "precision",
+        "precision:float16",
+        "accumulate",
+    }
+)
+_LAYER = _SHARED | {"shard:grad", "shard:optimizer_state", "accumulate:last"}
+_FSDP2 = _SHARED | {"reshard_after_forward:int", "accumulate:last"}
+_NOT_HERE = {
+    "offload:param": "parameters can be sharded (`action: shard`), which leaves 1/N of them on each device",
+    "offload:grad": "gradients can be sharded (`action: shard, match: {role: grad}`)",
+    "shard:dimension": "write `axis: fsdp`: flat units split anywhere, evenly",
+    "mesh:custom": "the mesh of the layer engine has the axes `replicate` and `fsdp`; a model that is sharded on other "
+    "axes already runs with backend_options.torch.engine: fsdp2",
+    "name": "name tensors by module path (`path: layers.*.mlp.up_proj`) or by `tensor:`; torch has no checkpoint_name",
+    "layers:scan": "torch models have no scanned stacks",
+}
+_NOT_LAYER = {
+    **_NOT_HERE,
+    "reshard_after_forward:int": "write true or false, or set backend_options.torch.engine: fsdp2",
+}
+_NOT_FSDP2 = {
+    **_NOT_HERE,
+    "shard:grad": "set backend_options.torch.engine: layer (the default); FSDP2 shards parameters, gradients and state "
+    "together",
+    "shard:optimizer_state": "set backend_options.torch.engine: layer (the default); FSDP2 shards parameters, "
+    "gradients and state together",
+}
+
+
+class TorchBackend:
+    """The backend registered as `torch`."""
+
+    name = "torch"
+
+    def options(self) -> type[Any]:
+        """The pydantic model of `backend_options.torch`."""
+        from .options import Options
+
+        return Options
+
+    def capabilities(self, options: Mapping[str, Any]) -> Capabilities:
+        """What the chosen engine can do."""
+        if options.get("engine", "layer") == "fsdp2":
+            return Capabilities(_FSDP2, sharding="first", instead=_NOT_FSDP2)
+        return Capabilities(_LAYER, sharding="flat", instead=_NOT_LAYER)
+
+    def owns(self, model: Any) -> bool:
+        """Whether the model is a `torch.nn.Module`; torch is not imported to find out."""
+        torch = sys.modules.get("torch")
+        return torch is not None and isinstance(model, torch.nn.Module)
+
+    def world_size(self, mesh: Any = None) -> int:
+        """Ranks of the process group (or of the mesh); 1 without one.
+
+        Raises:
+            MemoptError: `process-group-missing` under torchrun with several ranks and no process group.
+        """
+        from .guards import world_size
+
+        return world_size(mesh)
+
+    def inspect(self, model: Any, *, params: Any = None, example_inputs: Any = None) -> ModelSpec:
+        """The inventory of a module."""
+        from .inventory import inspect
+
+        return inspect(model)
+
+    def inspect_workload(self, workload: Any) -> ModelSpec:
+        """The inventory of a workload's model, built on the meta device."""
+        import torch
+
+        from .inventory import inspect
+        from .workloads import build
+
+        if not hasattr(workload, "loss"):
+            workload = build(workload)
+        with torch.device("meta"):
+            model = workload.model()
+        return inspect(model)
+
+    def apply(
+        self, model: Any, plan: Plan, spec: ModelSpec, *, optimizer: Any, params: Any, example_inputs: Any, mesh: Any
+    ) -> Any:
+        """Applies a plan; see `memopt.apply_policy`."""
+        from .apply import apply
+
+        if params is not None:
+            raise MemoptError.of(
+                "params-of-a-module", "a torch module holds its own parameters", hint="leave `params` out"
+            )
+        return apply(model, plan, spec, optimizer=optimizer, mesh=mesh)
+
+    def launch(self, job_file: str, *, world_size: int) -> Launch:
+        """How a row of `compare` is started."""
+        from .launch import launch
+
+        return launch(job_file, world_size=world_size)
+
+    def train(self, job: Any, *, emit: Any) -> None:
+        """One row of `compare`, in this process."""
+        from .train import train
+
+        train(job, emit=emit)
+
+    def estimate(
+        self, workload: Any, plan: Plan, spec: ModelSpec, *, target: Any, progress: Any = None
+    ) -> dict[str, Any]:
+        """The measured part of `memopt plan`."""
+        if importlib.util.find_spec("memopt_torch.trace") is None:
+            raise MemoptError.of("plan-unsupported", "the torch backend cannot plan yet", hint="use --backend jax")
+        from .trace import estimate  # type: ignore[import-not-found]
+
+        return estimate(workload, plan, spec, target=target, progress=progress)
+
+    def doctor(self) -> dict[str, Any]:
+        """Versions, devices and process-group backends."""
+        if importlib.util.find_spec("torch") is None:
+            return {"installed": False, "install": INSTALL["torch"]}
+        from .guards import doctor
+
+        return doctor()
+
+
+BACKEND = TorchBackend()

@@ -1,0 +1,182 @@
+"""Process groups of the engine and the four collectives it issues, with errors that say where they happened."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from memopt.errors import MemoptError, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Who talks to whom.
+
+    Gathers and reductions have groups of their own: a gather for the next layer must not queue behind the reduction of
+    the last one, and their relative order may then differ between ranks without harm.
+
+    Attributes:
+        size: Ranks a parameter is split over.
+        rank: This rank's place among them.
+        replicas: Groups that hold the same shards.
+        gather: For all-gathers of parameters.
+        reduce: For reduce-scatters of gradients.
+        replicate: For all-reduces between replicas.
+        world: Every rank of the mesh; gradients of whole parameters.
+    """
+
+    size: int = 1
+    rank: int = 0
+    replicas: int = 1
+    gather: dist.ProcessGroup | None = None
+    reduce: dist.ProcessGroup | None = None
+    replicate: dist.ProcessGroup | None = None
+    world: dist.ProcessGroup | None = None
+
+
+def _axis_groups(mesh: torch.Tensor, axis: int) -> list[list[int]]:
+    """Rank lists along one axis of a mesh of ranks, in the order every rank creates them."""
+    return mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis]).tolist()
+
+
+def _new_group(ranks: list[list[int]]) -> dist.ProcessGroup:
+    """The group among `ranks` this process belongs to; collective over the world."""
+    group, _ = dist.new_subgroups_by_enumeration(ranks)
+    assert isinstance(group, dist.ProcessGroup)  # every rank is in one of them
+    return group
+
+
+def make_groups(axes: tuple[tuple[str, int], ...]) -> Groups:
+    """Groups for a mesh of `replicate` and `fsdp` axes (either may be absent). Collective over the world.
+
+    Args:
+        axes: (name, size), outer to inner; the product is the world size.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Groups()
+    sizes = dict(axes)
+    world = dist.get_world_size()
+    ranks = torch.arange(world).reshape([size for _, size in axes])
+    names = [name for name, _ in axes]
+    shard = sizes.get("fsdp", 1)
+    replicas = world // shard
+    rank = 0
+    gather = reduce = replicate = None
+    if shard > 1:
+        lists = _axis_groups(ranks, names.index("fsdp"))
+        gather, reduce = _new_group(lists), _new_group(lists)
+        rank = dist.get_rank(gather)
+    if replicas > 1:
+        lists = _axis_groups(ranks, names.index("replicate")) if "replicate" in names else ranks.reshape(1, -1).tolist()
+        replicate = _new_group(lists)
+    return Groups(shard, rank, replicas, gather, reduce, replicate, dist.group.WORLD)
+
+
+def device_mesh(axes: tuple[tuple[str, int], ...], device_type: str) -> DeviceMesh:
+    """A torch DeviceMesh of the plan's axes, for the fsdp2 engine."""
+    return init_device_mesh(
+        device_type, tuple(size for _, size in axes), mesh_dim_names=tuple(name for name, _ in axes)
+    )
+
+
+class Collectives:
+    """Issues collectives, counts them, and turns their failures into errors that name step, unit and rank."""
+
+    def __init__(self, groups: Groups, *, blocking: bool = False, timeout_s: float | None = None) -> None:
+        self.groups = groups
+        self.blocking = blocking
+        self.timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self.step = 0
+        self.counts: Counter[str] = Counter()
+        self.num_bytes: Counter[str] = Counter()
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, unit: str) -> Pending:
+        """Every rank's `shard` [n] into `out` [size * n]."""
+        return self._issue(
+            "all_gather", unit, out, lambda: dist.all_gather_single(
+                out, shard, group=self.groups.gather, async_op=not self.blocking
+            ),
+        )  # fmt: skip
+
+    def reduce_scatter(self, out: torch.Tensor, whole: torch.Tensor, *, unit: str) -> Pending:
+        """The mean over ranks of this rank's part of `whole` [size * n] into `out` [n]."""
+        return self._issue(
+            "reduce_scatter", unit, whole, lambda: dist.reduce_scatter_single(
+                out, whole, op=dist.ReduceOp.AVG, group=self.groups.reduce, async_op=not self.blocking
+            ),
+        )  # fmt: skip
+
+    def all_reduce_mean(self, tensor: torch.Tensor, *, unit: str, replicas_only: bool) -> Pending:
+        """The mean over replicas, or over every rank, in place."""
+        group = self.groups.replicate if replicas_only else self.groups.world
+        return self._issue(
+            "all_reduce", unit, tensor, lambda: dist.all_reduce(
+                tensor, op=dist.ReduceOp.AVG, group=group, async_op=not self.blocking
+            ),
+        )  # fmt: skip
+
+    def all_reduce_max(self, tensor: torch.Tensor, *, unit: str) -> None:
+        """The maximum over every rank, in place; waits."""
+        self._issue(
+            "all_reduce", unit, tensor, lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.groups.world)
+        ).wait()
+
+    def _issue(self, name: str, unit: str, counted: torch.Tensor, call: Callable[[], Any]) -> Pending:
+        self.counts[name] += 1
+        self.num_bytes[name] += counted.numel() * counted.element_size()
+        ranged = (
+            torch.profiler.record_function(f"memopt::{name} {unit}")
+            if torch.autograd._profiler_enabled()
+            else nullcontext()
+        )
+        with ranged:
+            try:
+                work = call()
+            except RuntimeError as error:
+                raise self.failure(name, unit, error) from error
+        return Pending(self, name, unit, work)
+
+    def failure(self, name: str, unit: str, error: BaseException) -> MemoptError:
+        """A killed rank, a stall past the timeout, a broken connection."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return MemoptError(
+            Problem(
+                code="collective-failed",
+                path=unit,
+                message=f"{name} of unit `{unit}` failed in step {self.step} on rank {rank}: {error}",
+                hint="another rank has died or stalled: its own log says why; restart from the last checkpoint",
+            )
+        )
+
+
+class Pending:
+    """A collective under way."""
+
+    __slots__ = ("_collectives", "_name", "_unit", "_work")
+
+    def __init__(self, collectives: Collectives, name: str, unit: str, work: Any) -> None:
+        self._collectives = collectives
+        self._name = name
+        self._unit = unit
+        self._work = work
+
+    def wait(self) -> None:
+        """Blocks (CPU) or orders the current stream behind the collective (GPU)."""
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            if self._collectives.timeout is None:
+                work.wait()
+            else:
+                work.wait(self._collectives.timeout)
+        except RuntimeError as error:
+            raise self._collectives.failure(self._name, self._unit, error) from error

@@ -1,0 +1,544 @@
+"""The layer engine: gathers each unit's weights just before they are used, reduces its gradients just after they are
+complete, and frees both; all in one arena, on public PyTorch hooks.
+
+The first step is recorded; from then on the next units are gathered ahead in that order. A step that takes another path
+is told once and served on demand: it costs time, never wrong data. Where correct data cannot be guaranteed the engine
+stops with an error that names the unit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+from memopt.errors import MemoptError, MemoptWarning
+
+from .arena import Arena, ArenaPlan, Tenant, UnitSizes, plan_arena
+from .collectives import Collectives, Groups
+from .optimizers import note_owner, note_replacement
+from .reduction import Reduction
+from .schedule import Schedule
+from .sharded import whole_tensor
+from .traversal import tensors_in
+from .units import Dtypes, Section, Unit, UnitRequest, Use, check_requests, free_replaced, unit_from
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd is running on this thread: a forward call seen now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _UnitInput(torch.autograd.Function):
+    """Identity on a unit's inputs. Its backward runs when every gradient of the unit has been produced."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, unit: Unit, use: Use, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.engine, ctx.unit, ctx.use = engine, unit, use
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        ctx.engine.after_backward(ctx.unit, ctx.use)
+        return (None, None, None, *grads)
+
+
+class Engine:
+    """Shards a model by units and keeps it trainable by plain PyTorch code.
+
+    Args:
+        model: Its parameters are replaced by sharded ones; nothing else of it is changed.
+        requests: The units, in the order the model runs them.
+        groups: Process groups.
+        dtypes: Precision.
+        grad_slots: Gradient buffers in flight.
+        blocking: Wait for each collective where it is issued.
+        timeout_s: After which a collective counts as stalled; None leaves it to the process group.
+        accumulate_steps: Backward passes per optimizer step when gradients are reduced at the last only.
+        agree_on_unused: Ranks agree in every backward pass on which parameters were used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        requests: Sequence[UnitRequest],
+        *,
+        groups: Groups,
+        dtypes: Dtypes = Dtypes(),  # noqa: B008  # frozen
+        grad_slots: int = 1,
+        blocking: bool = False,
+        timeout_s: float | None = None,
+        accumulate_steps: int = 1,
+        agree_on_unused: bool = False,
+    ) -> None:
+        check_requests(requests)
+        self.model = model
+        self.groups = groups
+        self.dtypes = dtypes
+        self.collectives = Collectives(groups, blocking=blocking, timeout_s=timeout_s)
+        self.units = [
+            unit_from(request, i, dtypes, size=groups.size, rank=groups.rank)
+            for i, request in enumerate(requests)
+            if request.parameters
+        ]
+        layers = {request.name for request in requests if request.is_layer}
+        self.accumulate_steps = accumulate_steps
+        self.arena_plan = plan_arena(self._sizes(layers), grad_slots=grad_slots)
+        for unit in self.units:
+            unit.keep = unit.keep or unit.name in self.arena_plan.kept
+        self.schedule = Schedule(self.units)
+        self.reduction = Reduction(self, accumulate_steps=accumulate_steps, agree_on_unused=agree_on_unused)
+        self.paused = False
+        self.weights_version = 0
+        self._handles: list[RemovableHandle] = []
+        self._materialise()
+        self._register()
+
+    # ------------------------------------------------------------------ construction
+
+    def _sizes(self, layers: set[str]) -> list[UnitSizes]:
+        return [
+            UnitSizes(
+                name=unit.name,
+                weight_nbytes=sum(
+                    s.padded_numel * s.compute_dtype.itemsize for s in unit.sections if s.gathers_into_arena
+                ),
+                grad_nbytes=sum(
+                    s.padded_numel * s.reduce_dtype.itemsize for s in unit.sections if self._slot_in_arena(s)
+                ),
+                needs_weights_in_backward=unit.needs_weights_in_backward,
+                is_layer=unit.name in layers,
+                keep=unit.keep,
+                resident=unit.resident,
+                prefetch_forward=unit.prefetch_forward,
+                prefetch_backward=unit.prefetch_backward,
+            )
+            for unit in self.units
+        ]
+
+    def _slot_in_arena(self, section: Section) -> bool:
+        """Gradients kept whole between micro-batches cannot share memory with other units'."""
+        return section.stages_gradients and self.accumulate_steps == 1
+
+    def _materialise(self) -> None:
+        """Allocates shards unit by unit (letting each unit's own parameters go), then the arena."""
+        for unit in self.units:
+            originals = [entry.held for _, entry in unit.entries()]
+            for section in unit.sections:
+                section.materialise()
+                section.make_parameters(self.groups.gather)
+                section.swap(used=False)
+            for original, (section, entry) in zip(originals, unit.entries(), strict=True):
+                note_owner(entry.held, self)
+                if not section.in_place:
+                    note_replacement(original, entry.held)
+                    free_replaced(original)
+        device = next((s.device for unit in self.units for s in unit.sections), torch.device("cpu"))
+        self.arena = Arena(self.arena_plan, device=device)
+        for unit, weights_at, gradients_at in zip(
+            self.units, self.arena_plan.offsets[::2], self.arena_plan.offsets[1::2], strict=True
+        ):
+            for section in unit.sections:
+                weights_at, gradients_at = self._lay_out(section, weights_at, gradients_at)
+
+    def _lay_out(self, section: Section, weights_at: int, gradients_at: int) -> tuple[int, int]:
+        """Gives a section its places in the arena; returns where the unit's next section goes."""
+        if section.gathers_into_arena:
+            section.gathered = self.arena.view(weights_at, section.padded_numel, section.compute_dtype)
+            nbytes = section.padded_numel * section.compute_dtype.itemsize
+            section.weights = self.arena.tenant("weights", section, offset=weights_at, nbytes=nbytes)
+            weights_at += nbytes
+        elif section.whole is not None:
+            section.gathered = section.whole
+        if section.stages_gradients and not self._slot_in_arena(section):
+            section.slot = torch.zeros(section.padded_numel, dtype=section.reduce_dtype, device=section.device)
+        elif section.stages_gradients:
+            nbytes = section.padded_numel * section.reduce_dtype.itemsize
+            section.slot = self.arena.view(gradients_at, section.padded_numel, section.reduce_dtype)
+            section.gradients = self.arena.tenant("gradients", section, offset=gradients_at, nbytes=nbytes)
+            gradients_at += nbytes
+        section.make_views()
+        if self.reduction.manages(section):
+            section.make_gradients()
+        return weights_at, gradients_at
+
+    def _register(self) -> None:
+        for unit in self.units:
+            if unit.moves or self._reduces(unit):
+                for module in unit.modules:
+                    self._register_module(unit, module)
+            for section, entry in unit.entries():
+                if section.trainable and self.reduction.manages(section):
+                    hook = self.reduction.grad_hook(section, entry)
+                    self._handles.append(entry.used.register_post_accumulate_grad_hook(hook))
+        if self._handles:
+            self._register_model()
+
+    def _register_model(self) -> None:
+        def before(module: nn.Module, args: tuple) -> None:
+            self.before_model()
+
+        def after(module: nn.Module, args: tuple, output: Any) -> None:
+            self.after_model(output)
+
+        self._handles.append(self.model.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(self.model.register_forward_hook(after, always_call=True))
+
+    def _reduces(self, unit: Unit) -> bool:
+        return any(self.reduction.manages(section) for section in unit.sections)
+
+    def _register_module(self, unit: Unit, module: nn.Module) -> None:
+        def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            return self.before_forward(unit, args, kwargs)
+
+        def after(module: nn.Module, args: tuple, output: Any) -> None:
+            self.after_forward(unit, module, output)
+
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    # ------------------------------------------------------------------ weights
+
+    def gather(self, unit: Unit) -> None:
+        """Issues what brings a unit's weights; `make_ready` waits for it."""
+        if unit.state != "sharded":
+            return
+        for section in unit.sections:
+            if section.in_place:
+                continue
+            self._refresh(unit, section)
+            section.gathered_version = section.shard._version
+            if section.weights is None:
+                continue
+            self.acquire(section.weights)
+            shard = section.shard
+            if section.layout != "shard":  # every rank has the values: a cast is all it takes
+                source = section.whole if section.whole is not None else shard
+                section.gathered.copy_(source)
+                continue
+            if section.compute_dtype != section.held_dtype:  # cast into our own place and gather there: no second copy
+                own = section.own_part(section.gathered)
+                own.copy_(shard)
+                shard = own
+            unit.pending.append(self.collectives.all_gather(section.gathered, shard, unit=unit.name))
+        unit.state = "gathering"
+
+    def _refresh(self, unit: Unit, section: Section) -> None:
+        """Whole parameters with sharded state: brings the other ranks' updates after an optimizer step."""
+        if section.layout in ("zero1", "zero2") and section.stale:
+            assert section.whole is not None  # such layouts keep every value
+            self.collectives.all_gather(section.whole, section.shard, unit=unit.name).wait()
+            section.stale = False
+
+    def make_ready(self, unit: Unit) -> None:
+        """Returns when the unit's modules see its whole weights."""
+        if unit.state == "ready":
+            return
+        self.gather(unit)
+        for pending in unit.pending:
+            pending.wait()
+        unit.pending.clear()
+        for section in unit.sections:
+            section.swap(used=True)
+        unit.state = "ready"
+        unit.evicted = False
+
+    def release(self, unit: Unit) -> None:
+        """Gives the unit's weight memory back; the modules see sharded parameters again, never another unit's data."""
+        if unit.state == "sharded":
+            return
+        for pending in unit.pending:
+            pending.wait()
+        unit.pending.clear()
+        for section in unit.sections:
+            section.swap(used=False)
+            if section.weights is not None:
+                section.weights.occupied = False
+        unit.state = "sharded"
+
+    def acquire(self, tenant: Tenant) -> None:
+        """Makes a block's memory ours: whoever shares it finishes first."""
+        for other in tenant.neighbours:
+            if other.occupied:
+                self._vacate(other)
+        tenant.occupied = True
+
+    def _vacate(self, tenant: Tenant) -> None:
+        section: Any = tenant.owner
+        if tenant.kind == "gradients":
+            self.reduction.flush(section)
+            return
+        unit: Unit = section.unit
+        if unit.active or unit.resident:
+            raise MemoptError.of(
+                "unit-overlap",
+                f"another unit is called while `{unit.name}` runs, and the two share memory",
+                path=unit.name,
+                hint="put both modules in one unit (`group: true`), or use backend_options.torch.engine: fsdp2",
+            )
+        unit.evicted = unit.in_backward
+        self.release(unit)
+
+    def prefetch(self, units: Iterable[Unit]) -> None:
+        """Gathers units ahead, as far as their memory is free."""
+        for unit in units:
+            if unit.state != "sharded" or unit.resident or not unit.moves:
+                continue
+            if any(o.occupied for s in unit.sections if s.weights is not None for o in s.weights.neighbours):
+                return
+            self.gather(unit)
+
+    # ------------------------------------------------------------------ forward
+
+    def before_model(self) -> None:
+        """The whole model is called: what earlier calls left gathered goes, shared parameters come."""
+        if self.paused or in_backward_pass():
+            return
+        self.recover()
+        self.schedule.start_forward()
+        for unit in self.units:
+            unit.active = 0
+            unit.calls.clear()
+            # Left gathered by a pass that had no backward: the values may have changed since.
+            self.release(unit)
+            if unit.resident:
+                self.make_ready(unit)
+        self.prefetch(self.schedule.ahead_forward(None))
+
+    def after_model(self, output: Any) -> None:
+        """The whole model has returned."""
+        if self.paused or in_backward_pass():
+            return
+        if not torch.is_grad_enabled():
+            for unit in self.units:
+                self.release(unit)
+            return
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._backward_begins)
+
+    def _backward_begins(self, grad: torch.Tensor) -> None:
+        self.reduction.begin()
+
+    def before_forward(self, unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """A module of the unit is called: its weights are there when this returns."""
+        if self.paused:
+            return self._prepare_inputs(unit, args, kwargs, tracked=False)
+        recomputing = in_backward_pass()
+        if not recomputing:
+            self.recover()
+            self._drop_stale(unit)
+        self.make_ready(unit)
+        unit.active += 1
+        tracked = not unit.resident and torch.is_grad_enabled() and not (recomputing and unit.live_uses > 0)
+        unit.calls.append(tracked)
+        if not recomputing and not unit.resident:
+            self.prefetch(self.schedule.ahead_forward(unit))
+        return self._prepare_inputs(unit, args, kwargs, tracked=tracked)
+
+    def _prepare_inputs(self, unit: Unit, args: tuple, kwargs: dict, *, tracked: bool) -> tuple[tuple, dict] | None:
+        """Casts floating-point inputs to the compute dtype and marks where the unit's backward pass ends."""
+        cast = self.dtypes.compute
+        leaves, tree = tree_flatten((args, kwargs))
+        changed = False
+        where = []
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if cast is not None and leaf.is_floating_point() and leaf.dtype != cast:
+                leaves[i] = leaf = leaf.to(cast)
+                changed = True
+            if tracked and leaf.requires_grad:
+                where.append(i)
+        if where:
+            use = Use(unit, self.weights_version)
+            marked = _UnitInput.apply(self, unit, use, *[leaves[i] for i in where])
+            for i, tensor in zip(where, marked, strict=True):
+                leaves[i] = tensor
+            changed = True
+        return tree_unflatten(leaves, tree) if changed else None
+
+    def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
+        """A module of the unit has returned (or raised: then `output` is None)."""
+        if self.paused or not unit.calls:
+            return
+        tracked = unit.calls.pop()
+        unit.active -= 1
+        if tracked and output is not None:
+            self._watch_outputs(unit, output)
+        if unit.resident or in_backward_pass() or unit.active or module is not unit.modules[-1]:
+            return
+        if self.schedule.forward.next_units(1)[:1] == [unit]:  # the same layer comes again
+            return
+        if not (torch.is_grad_enabled() and unit.keep):
+            self.release(unit)
+
+    def _watch_outputs(self, unit: Unit, output: Any) -> None:
+        seen = False
+        for tensor in tensors_in(output):
+            seen = True
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: self.before_backward(unit))
+        if not seen and unit.trainable:
+            raise MemoptError.of(
+                "unit-output-unseen",
+                f"the module returns a `{type(output).__qualname__}` in which no tensor can be found, so the engine "
+                "cannot tell when its backward pass begins",
+                path=unit.name,
+                hint="return tensors, tuples, mappings, dataclasses or pytree-registered classes",
+            )
+
+    # ------------------------------------------------------------------ backward
+
+    def before_backward(self, unit: Unit) -> None:
+        """A gradient has reached one of the unit's outputs."""
+        if self.paused:
+            return
+        self.reduction.begin()
+        if unit.in_backward and unit.state == "ready":
+            return
+        first = not unit.in_backward
+        unit.in_backward = True
+        if unit.needs_weights_in_backward:
+            self.make_ready(unit)
+        if first:
+            self.prefetch(self.schedule.ahead_backward(unit))
+
+    def after_backward(self, unit: Unit, use: Use) -> None:
+        """Every gradient of one call of the unit has been produced."""
+        if self.paused:
+            return
+        if not unit.in_backward or unit.evicted:
+            raise self.entered_unseen(unit)
+        if use.weights_version != self.weights_version:
+            raise MemoptError.of(
+                "weights-changed-since-forward",
+                "an optimizer stepped between this forward pass and its backward pass, so the gradients would belong "
+                "to weights that are gone",
+                path=unit.name,
+                hint="run the forward pass again after optimizer.step()",
+            )
+        use.finish()
+        if unit.live_uses == 0:
+            self.finish_unit(unit)
+        # Else it was called more than once (or has several modules): weights stay until the memory is needed, and
+        # autograd delivers the gradients with the last call.
+
+    def finish_unit(self, unit: Unit) -> None:
+        """The unit's backward pass is over: weights go, gradients are sent."""
+        if not unit.resident:
+            self.release(unit)
+            unit.in_backward = False
+        self.reduction.launch(unit)
+
+    def entered_unseen(self, unit: Unit) -> MemoptError:
+        """The backward pass came into a unit by a tensor that is not one of its outputs."""
+        return MemoptError.of(
+            "backward-entered-unseen",
+            f"the backward pass reached weights of `{unit.name}` without passing through the unit's outputs, when they "
+            "were not gathered: its gradients would be wrong",
+            path=unit.name,
+            hint="return every tensor that reaches the loss from the unit's forward (auxiliary losses too), or make "
+            "the module that produces it a unit of its own",
+        )
+
+    def recover(self) -> None:
+        """After an exception in a step: finishes what is under way and forgets the rest, so that the next step is
+        good."""
+        if self.reduction.running:
+            self.reduction.abandon()
+
+    def _drop_stale(self, unit: Unit) -> None:
+        """Weights left gathered that have been written since (by hand: optimizers announce themselves)."""
+        if unit.state != "ready" or unit.active or unit.in_backward:
+            return
+        if any(s.gathered_version != s.shard._version for s in unit.sections if not s.in_place):
+            self.release(unit)
+
+    # ------------------------------------------------------------------ for others
+
+    def before_step(self) -> None:
+        """An optimizer is about to step: refused while gradients are not reduced."""
+        self.reduction.check_reduced()
+
+    def parameters_stepped(self) -> None:
+        """An optimizer has written the parameters: gathered copies are out of date."""
+        self.reduction.micro_step = 0
+        self.weights_version += 1
+        for unit in self.units:
+            self.release(unit)
+            for section in unit.sections:
+                section.stale = section.layout in ("zero1", "zero2")
+
+    @contextmanager
+    def unsharded(self) -> Iterator[dict[str, nn.Parameter]]:
+        """The model with whole parameters of its own, in the compute dtype, and without this engine: every rank holds
+        everything. Yields path -> parameter. For comparisons."""
+        self.recover()
+        for unit in self.units:
+            self.release(unit)
+        self.paused = True
+        whole: dict[str, nn.Parameter] = {}
+        try:
+            for unit in self.units:
+                for section, entry in unit.entries():
+                    value = whole_tensor(entry.held).to(section.compute_dtype).clone()
+                    parameter = nn.Parameter(value, requires_grad=entry.held.requires_grad)
+                    whole[entry.path] = parameter
+                    for site in entry.sites:
+                        site.module._parameters[site.name] = parameter
+            yield whole
+        finally:
+            for unit in self.units:
+                for _, entry in unit.entries():
+                    for site in entry.sites:
+                        site.module._parameters[site.name] = entry.held
+            self.paused = False
+
+    def buffers(self) -> Iterable[tuple[torch.Tensor, str]]:
+        """Every tensor the engine holds between steps, with its role."""
+        yield self.arena.storage, "gathered"
+        for unit in self.units:
+            for section in unit.sections:
+                if not section.in_place:
+                    yield (section.whole if section.whole is not None else section.shard), "param"
+                if section.grad is not None:
+                    yield section.grad, "grad"
+                if section.slot is not None and section.gradients is None:
+                    yield section.slot, "grad"
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory holds weights (so that offload never takes them)."""
+        storage = tensor.untyped_storage()._cdata
+        if storage == self.arena.storage.untyped_storage()._cdata:
+            return True
+        return any(
+            entry.held.untyped_storage()._cdata == storage
+            for unit in self.units
+            for section, entry in unit.entries()
+            if section.in_place
+        )
+
+    def remove(self) -> None:
+        """Takes the hooks away; the parameters stay sharded."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def warn_once(self, key: str, text: str) -> None:
+        """One warning a kind."""
+        if key not in self.schedule.warned:
+            self.schedule.warned.add(key)
+            warnings.warn(text, MemoptWarning, stacklevel=3)
+
+    @property
+    def plan(self) -> ArenaPlan:
+        """The arena's layout."""
+        return self.arena_plan

@@ -1,0 +1,148 @@
+"""Optimizers and the parameters they hold: re-pointing ones made before the policy, refusing forgotten ones, telling
+the engine of every step."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from memopt.errors import MemoptError
+
+from .sharded import ShardedTensor
+
+
+class Stepped(Protocol):
+    """What wants to know of optimizer steps."""
+
+    def before_step(self) -> None:
+        """An optimizer is about to write the parameters."""
+        ...
+
+    def parameters_stepped(self) -> None:
+        """An optimizer has written the parameters."""
+        ...
+
+
+_REPLACEMENT = "_memopt_replacement"
+_OWNER = "_memopt_owner"
+
+
+def note_replacement(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Remembers on a parameter that is no longer the model's which one is."""
+    setattr(old, _REPLACEMENT, new)
+
+
+def replacement_of(parameter: torch.Tensor) -> nn.Parameter | None:
+    """The parameter that `apply_policy` put in this one's place, or None."""
+    return getattr(parameter, _REPLACEMENT, None)
+
+
+def note_owner(parameter: nn.Parameter, owner: Stepped) -> None:
+    """Remembers which engine wants to know of steps on a parameter."""
+    setattr(parameter, _OWNER, weakref.ref(owner))
+
+
+def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _owners(optimizer: Optimizer) -> set[Stepped]:
+    references = {getattr(parameter, _OWNER, None) for parameter in _parameters(optimizer)}
+    return {owner for reference in references if reference is not None and (owner := reference()) is not None}
+
+
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if any(replacement_of(parameter) is not None for parameter in _parameters(optimizer)):
+        raise MemoptError.of(
+            "optimizer-made-before",
+            f"this {type(optimizer).__name__} was made before apply_policy and holds parameters that are no longer the "
+            "model's: its steps would change nothing",
+            hint="pass it, `memopt.apply_policy(model, policy, optimizer=optimizer)`, or make it afterwards with "
+            "`run.optimizer(torch.optim.AdamW, lr=...)`",
+        )
+    for owner in _owners(optimizer):
+        owner.before_step()
+
+
+def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for owner in _owners(optimizer):
+        owner.parameters_stepped()
+
+
+register_optimizer_step_pre_hook(_before_any_step)
+register_optimizer_step_post_hook(_after_any_step)
+
+
+def repoint(optimizer: Optimizer) -> Optimizer:
+    """Makes an optimizer from before the policy step what is really trained; groups, options and state are kept.
+
+    State of a parameter's own shape is cut to this rank's slice, like the parameter.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [replacement_of(parameter) or parameter for parameter in group["params"]]
+    for parameter in list(optimizer.state):
+        new = replacement_of(parameter)
+        if new is not None:
+            state = optimizer.state.pop(parameter)
+            shape = new.shape
+            optimizer.state[new] = {
+                name: _cut(value, new) if isinstance(value, torch.Tensor) and value.shape == shape else value
+                for name, value in state.items()
+            }
+    return optimizer
+
+
+def _cut(value: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
+    if not isinstance(like, ShardedTensor):
+        if value.shape == like.shape and type(like.data) is not torch.Tensor:
+            from torch.distributed.tensor import DTensor, distribute_tensor
+
+            if isinstance(like.data, DTensor):
+                return distribute_tensor(value, like.data.device_mesh, like.data.placements)
+        return value
+    held = like.slice
+    return ShardedTensor(value.reshape(-1)[held.start : held.stop].clone(), held)
+
+
+def make_optimizer(
+    factory: Callable[..., Optimizer], model: nn.Module, params: Any, options: Mapping[str, Any]
+) -> Optimizer:
+    """Calls an optimizer class or factory on the model's real parameters.
+
+    Args:
+        factory: An optimizer class, or any callable from parameters (from `named_parameters`, when it has an argument
+            of that name) to an optimizer.
+        model: Its trainable parameters are the default.
+        params: Parameters, groups, or (name, parameter) pairs; ones taken before the policy are replaced.
+        options: Passed on.
+    """
+    if params is None:
+        try:
+            wants_names = "named_parameters" in inspect.signature(factory).parameters
+        except (TypeError, ValueError):  # builtins and C callables have no signature
+            wants_names = False
+        if wants_names:
+            return factory(named_parameters=list(model.named_parameters()), **options)
+        return factory([p for p in model.parameters() if p.requires_grad], **options)
+    return factory(_replaced(params), **options)
+
+
+def _replaced(params: Any) -> Any:
+    """The same structure with replaced parameters exchanged."""
+    if isinstance(params, torch.Tensor):
+        return replacement_of(params) or params
+    if isinstance(params, Mapping):
+        return {key: _replaced(value) if key == "params" else value for key, value in params.items()}
+    if isinstance(params, tuple) and len(params) == 2 and isinstance(params[0], str):
+        return (params[0], _replaced(params[1]))
+    if isinstance(params, Iterable) and not isinstance(params, str):
+        return [_replaced(item) for item in params]
+    return params

@@ -1,0 +1,321 @@
+"""Gradients: collected into a unit's slot as autograd produces them, reduced once, handed to the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Variable
+
+from memopt.errors import MemoptError
+
+from .sharded import local_tensor
+from .units import Entry, Section, Unit
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Reduction:
+    """Everything between a gradient's arrival and the optimizer.
+
+    Args:
+        engine: Its units are complete when the first backward pass runs.
+        accumulate_steps: With more than one, whole gradients are kept and reduced in every `accumulate_steps`-th
+            backward pass.
+        agree_on_unused: Ranks agree in every backward pass (one small all-reduce) on which parameters were used; else
+            only while the first pass found unused ones.
+    """
+
+    def __init__(self, engine: Engine, *, accumulate_steps: int = 1, agree_on_unused: bool = False) -> None:
+        self.engine = engine
+        self.groups = engine.groups
+        self.accumulate_steps = accumulate_steps
+        self.agree_on_unused = agree_on_unused
+        self.micro_step = 0
+        self.running = False
+        self.all_used: bool | None = None
+
+    def manages(self, section: Section) -> bool:
+        """Whether gradients of a section need anything done: a reduction, or a way to the held parameters."""
+        return section.trainable and (not section.in_place or self.groups.world is not None)
+
+    def sections(self) -> list[Section]:
+        """Sections whose gradients pass through here and whose parameters are not all frozen by now."""
+        return [
+            section
+            for unit in self.engine.units
+            for section in unit.sections
+            if self.manages(section) and any(entry.held.requires_grad for entry in section.entries)
+        ]
+
+    @property
+    def reduces_now(self) -> bool:
+        """Whether this backward pass is one whose gradients are sent."""
+        return (self.micro_step + 1) % self.accumulate_steps == 0
+
+    # ------------------------------------------------------------------ arrival
+
+    def begin(self) -> None:
+        """The first sign of a backward pass: asks autograd to be told of its end."""
+        if self.running or self.engine.paused:
+            return
+        self.running = True
+        self.engine.collectives.step += 1
+        self.engine.schedule.start_backward()
+        for unit in self.engine.units:
+            if unit.resident:
+                unit.in_backward = True
+                self.engine.make_ready(unit)
+        Variable._execution_engine.queue_callback(self._finalize)
+
+    def grad_hook(self, section: Section, entry: Entry) -> Callable[[nn.Parameter], None]:
+        """What runs when autograd has a parameter's gradient."""
+        if section.in_place:
+            return lambda parameter: self._arrived_in_place(section, entry, parameter)
+        return lambda parameter: self._arrived(section, entry, parameter)
+
+    def _arrived(self, section: Section, entry: Entry, parameter: nn.Parameter) -> None:
+        grad = parameter.grad
+        if grad is None or self.engine.paused:
+            return
+        unit = section.unit
+        if unit.needs_weights_in_backward and unit.state != "ready" and unit.moves:
+            raise self.engine.entered_unseen(unit)
+        self.begin()
+        self._open(section)
+        assert entry.staging is not None  # managed sections have staging views
+        adds = entry.offset in section.arrived or entry.offset in section.kept
+        if adds or (section.carries and not section.stages_gradients):
+            entry.staging.add_(grad)
+        else:
+            entry.staging.copy_(grad)
+        parameter.grad = None
+        self._note(section, entry)
+
+    def _arrived_in_place(self, section: Section, entry: Entry, parameter: nn.Parameter) -> None:
+        if self.engine.paused:
+            return
+        self.begin()
+        self._open(section)
+        grad = parameter.grad
+        if grad is not entry.grad:
+            assert entry.grad is not None  # autograd has just accumulated it
+            assert grad is not None
+            entry.grad.copy_(grad)
+            parameter.grad = entry.grad
+        self._note(section, entry)
+
+    def _note(self, section: Section, entry: Entry) -> None:
+        section.arrived.add(entry.offset)
+        section.used.add(entry.offset)
+        unit = section.unit
+        if unit.live_uses or unit.resident or unit.active:
+            return
+        if all(len(other.arrived) >= other.num_expected for other in unit.sections if self.manages(other)):
+            # None of the unit's inputs needs a gradient, so no input marks the end: the last gradient does.
+            self.engine.finish_unit(unit)
+
+    def _open(self, section: Section) -> None:
+        """Makes the staging memory the section's own before a gradient is written to it."""
+        if section.launched:
+            self._finish(section)
+        if section.gradients is not None and not section.gradients.occupied:
+            self.engine.acquire(section.gradients)
+        if not section.opened:
+            section.opened = True
+            section.carries = section.accumulates()
+            if section.carries and section.layout == "zero1" and section.grad is not None:
+                # Only this rank's stretch is the user's; scaled so that the mean over ranks gives it back.
+                mine = section.own_part(section.grad).clone()
+                section.grad.zero_()
+                section.own_part(section.grad).copy_(mine.mul_(section.size))
+
+    # ------------------------------------------------------------------ reductions
+
+    def launch(self, unit: Unit) -> None:
+        """Sends the gradients of a finished unit."""
+        if not self.reduces_now:
+            return
+        for section in unit.sections:
+            if self.manages(section) and not section.launched and section.num_expected:
+                self._launch(section)
+
+    def _launch(self, section: Section) -> None:
+        self._open(section)
+        section.launched = section.sent = True
+        if section.stages_gradients:
+            self._launch_scatter(section)
+        elif self.groups.world is not None:
+            self._launch_whole(section)
+        else:
+            self._zero_missing(section)
+
+    def _launch_scatter(self, section: Section) -> None:
+        assert section.slot is not None  # staged sections have both
+        assert section.grad is not None
+        self._zero_missing(section)
+        section.direct = not section.carries and section.grad.dtype == section.slot.dtype
+        out = section.grad if section.direct else section.own_part(section.slot)
+        section.pending = self.engine.collectives.reduce_scatter(out, section.slot, unit=section.unit.name)
+
+    def _zero_missing(self, section: Section) -> None:
+        """A parameter this rank did not use has gradient zero here; padding must not add noise."""
+        if section.carries and not section.stages_gradients:
+            return
+        for entry in section.entries:
+            if entry.offset not in section.arrived and entry.offset not in section.kept:
+                assert entry.staging is not None  # managed sections have staging views
+                entry.staging.zero_()
+        if section.slot is not None and section.padded_numel > section.numel:
+            section.slot[section.numel :].zero_()
+
+    def _launch_whole(self, section: Section) -> None:
+        """Whole gradients are averaged where they lie; kept ones are equal on all ranks, so they average to
+        themselves."""
+        assert section.grad is not None  # managed sections have one
+        self._zero_missing(section)
+        name = section.unit.name
+        if section.reduce_dtype == section.held_dtype:
+            section.pending = self.engine.collectives.all_reduce_mean(section.grad, unit=name, replicas_only=False)
+            return
+        wire = section.grad.to(section.reduce_dtype)
+        self.engine.collectives.all_reduce_mean(wire, unit=name, replicas_only=False).wait()
+        section.grad.copy_(wire)
+
+    def _finish(self, section: Section) -> None:
+        """Waits for a reduction; what it brought is added to gradients kept from before."""
+        pending, section.pending = section.pending, None
+        if pending is not None:
+            pending.wait()
+            if section.stages_gradients:
+                self._take_part(section)
+        section.launched = False
+        section.arrived.clear()
+        section.kept.clear()
+        section.carries = True
+        if section.gradients is not None:
+            section.gradients.occupied = False
+
+    def _take_part(self, section: Section) -> None:
+        assert section.slot is not None  # staged sections have both
+        assert section.grad is not None
+        out = section.grad if section.direct else section.own_part(section.slot)
+        if self.groups.replicas > 1:
+            self.engine.collectives.all_reduce_mean(out, unit=section.unit.name, replicas_only=True).wait()
+        if section.direct:
+            return
+        if section.carries:
+            section.grad.add_(out)
+        else:
+            section.grad.copy_(out)
+
+    def flush(self, section: Section) -> None:
+        """Empties a section's slot because another needs the memory; gradients that come later are added."""
+        if not section.launched:
+            self._launch(section)
+        self._finish(section)
+
+    # ------------------------------------------------------------------ the end of backward
+
+    def _finalize(self) -> None:
+        """Autograd has finished: the rest is reduced, and optimizers find `.grad` in place."""
+        sections = self.sections()
+        if self.reduces_now:
+            used = self._agree(sections)
+            for section in reversed(sections):
+                left_over = not section.sent or (section.arrived and not section.launched)
+                if left_over and any(flag for _, flag in used[section]):
+                    self._launch(section)
+            for section in reversed(sections):
+                self._finish(section)
+            for section in sections:
+                self._hand_over(section, used[section])
+        else:
+            for section in sections:
+                self._keep(section)
+        self._reset()
+        self.micro_step += 1
+        self.engine.schedule.freeze()
+
+    def _agree(self, sections: list[Section]) -> dict[Section, list[tuple[Entry, bool]]]:
+        """Which parameters any rank used in this backward pass (or in those since the last reduction)."""
+        flags = [
+            entry.offset in section.used or entry.offset in section.kept
+            for section in sections
+            for entry in section.entries
+        ]
+        asks = self.groups.world is not None and (self.all_used is not True or self.agree_on_unused)
+        if asks and flags:
+            mask = torch.tensor(flags, dtype=torch.int32, device=sections[0].device)
+            self.engine.collectives.all_reduce_max(mask, unit="<used parameters>")
+            if not isinstance(mask, FakeTensor):
+                flags = [bool(flag) for flag in mask.tolist()]
+            self.all_used = all(flags) if self.all_used is None else self.all_used
+        elif self.groups.world is not None and not all(flags):
+            self.engine.warn_once(
+                "unused",
+                "parameters that every earlier step used got no gradient on this rank; they count as zero. If no rank "
+                "uses them in some steps, set backend_options.torch.unused_parameters: agree",
+            )
+            flags = [True] * len(flags)
+        result: dict[Section, list[tuple[Entry, bool]]] = {}
+        it = iter(flags)
+        for section in sections:
+            result[section] = [(entry, next(it)) for entry in section.entries]
+        return result
+
+    def _hand_over(self, section: Section, used: list[tuple[Entry, bool]]) -> None:
+        for entry, flag in used:
+            grad = entry.held.grad
+            if grad is entry.grad or not (flag and entry.held.requires_grad):
+                continue
+            if grad is not None and entry.grad_view is not None:
+                # A loss term on the held parameter itself (weight norms and the like) left its own gradient.
+                entry.grad_view.add_(local_tensor(grad).reshape(-1))
+            entry.held.grad = entry.grad
+
+    def _keep(self, section: Section) -> None:
+        """Reduction is put off: what arrived stays whole until the last backward pass of the optimizer step."""
+        section.kept |= section.arrived
+        if not section.stages_gradients:
+            for entry in section.entries:
+                if entry.offset in section.arrived:
+                    entry.held.grad = entry.grad
+
+    def _reset(self) -> None:
+        for unit in self.engine.units:
+            for section in unit.sections:
+                section.reset_backward()
+            unit.in_backward = unit.evicted = False
+            self.engine.release(unit)
+        self.running = False
+
+    def abandon(self) -> None:
+        """An exception ended the last backward pass: what is under way is waited for and dropped."""
+        for unit in self.engine.units:
+            for section in unit.sections:
+                if section.pending is not None:
+                    section.pending.wait()
+                    section.pending = None
+                if section.gradients is not None:
+                    section.gradients.occupied = False
+        self._reset()
+
+    def check_reduced(self) -> None:
+        """An optimizer is about to step.
+
+        Raises:
+            MemoptError: `accumulate-steps`: in the middle of an accumulation whose gradients are not reduced yet.
+        """
+        if self.micro_step % self.accumulate_steps:
+            raise MemoptError.of(
+                "accumulate-steps",
+                f"the optimizer steps after {self.micro_step % self.accumulate_steps} backward passes, but the "
+                f"policy reduces gradients at the last of {self.accumulate_steps}: they were not reduced",
+                path="accumulate.steps",
+                hint="step after every accumulate.steps backward passes, or set accumulate.reduce: each",
+            )

@@ -1,0 +1,305 @@
+"""Sharded parameters: tensors that show the whole (global) shape and hold one contiguous slice of the flat values.
+
+A slice of the flattened parameter is all a rank keeps. Optimizers that work value by value (SGD, AdamW, Lion ...) run
+on the slice unchanged, in their for-loop, foreach and fused forms; norms and sums are completed by one all-reduce.
+Whatever needs the whole tensor (matrix products, views of another shape) is refused by name: computing it on a slice
+would be silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from memopt.errors import MemoptError
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class FlatSlice:
+    """Which values of a parameter this rank holds.
+
+    Attributes:
+        path: Canonical path of the parameter, for messages.
+        shape: The parameter's whole shape.
+        start: First flat index held here.
+        stop: One past the last flat index held here; `start == stop` where this rank holds none.
+        group: Process group over which the slices are spread, or None when this process holds everything.
+    """
+
+    path: str
+    shape: torch.Size
+    start: int
+    stop: int
+    group: dist.ProcessGroup | None
+
+
+class ShardedTensor(torch.Tensor):
+    """A tensor of global shape whose storage is this rank's flat slice (`local`)."""
+
+    local: torch.Tensor
+    slice: FlatSlice
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, slice: FlatSlice) -> ShardedTensor:
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, slice.shape, dtype=local.dtype, device=local.device)
+        wrapper.local = local
+        wrapper.slice = slice
+        return wrapper
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:
+        held = self.slice
+        return f"ShardedTensor({held.path}, shape={tuple(held.shape)}, values [{held.start}, {held.stop}) here)"
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        raise MemoptError.of(
+            "sharded-deepcopy",
+            "a sharded model cannot be deep-copied: the copy would share this one's buffers and process groups",
+            path=self.slice.path,
+            hint="copy the model before memopt.apply_policy, or save it with run.save(dir) and load the copy",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise MemoptError.of(
+            "sharded-pickle",
+            "a sharded parameter cannot be pickled: each rank holds a slice only",
+            path=self.slice.path,
+            hint="save with run.save(dir): sharded, nothing gathered, loads at any world size and into a plain model",
+        )
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that holds this rank's values; a plain tensor is its own."""
+    return tensor.local if isinstance(tensor, ShardedTensor) else tensor
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole value of a sharded tensor on every rank of its group; allocates it. One all-reduce."""
+    if not isinstance(tensor, ShardedTensor):
+        return tensor.detach()
+    held = tensor.slice
+    flat = torch.zeros(held.shape.numel(), dtype=tensor.dtype, device=tensor.device)
+    flat[held.start : held.stop].copy_(tensor.local)
+    if held.group is not None:
+        dist.all_reduce(flat, group=held.group)
+    return flat.view(held.shape)
+
+
+def _unwrap(value: Any) -> Any:
+    if type(value) is ShardedTensor or isinstance(value, ShardedTensor):
+        return value.local
+    if isinstance(value, list | tuple):
+        return type(value)(_unwrap(item) for item in value)
+    return value
+
+
+def _first(args: Sequence[Any]) -> ShardedTensor:
+    for arg in args:
+        if isinstance(arg, ShardedTensor):
+            return arg
+        if isinstance(arg, list | tuple):
+            for item in arg:
+                if isinstance(item, ShardedTensor):
+                    return item
+    raise TypeError("no sharded tensor among the arguments")  # dispatch guarantees one
+
+
+def _wrap_like(result: Any, like: torch.Tensor) -> Any:
+    """Results of the slice's own shape are sharded alike; what belongs to a plain tensor stays plain."""
+    if isinstance(like, ShardedTensor) and isinstance(result, torch.Tensor) and result.shape == like.local.shape:
+        return ShardedTensor(result, like.slice)
+    return result
+
+
+def _check_operands(func: Any, args: Sequence[Any]) -> None:
+    """Operands of a pointwise op must be slices of one layout, or single values."""
+    like = _first(args)
+    for arg in args:
+        if isinstance(arg, ShardedTensor):
+            same = (arg.slice.start, arg.slice.stop) == (like.slice.start, like.slice.stop)
+            if not same or arg.slice.shape != like.slice.shape:
+                raise _refusal(func, like, "the operands are sharded differently")
+        elif isinstance(arg, torch.Tensor) and arg.numel() != 1:
+            raise _refusal(func, like, f"the other operand is a whole tensor of shape {tuple(arg.shape)}")
+
+
+def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _check_operands(func, [*args, *kwargs.values()])
+    like = _first([*args, *kwargs.values()])
+    result = func(*_unwrap(args), **{name: _unwrap(value) for name, value in kwargs.items()})
+    target = kwargs.get("out", args[0])
+    if func._schema.is_mutable:
+        return target
+    return _wrap_like(result, like)
+
+
+def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`zeros_like` and kin: a fresh slice. Memory formats of the whole tensor mean nothing to a flat slice."""
+    kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
+    return ShardedTensor(func(args[0].local, *args[1:], **kwargs), args[0].slice)
+
+
+def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    func(args[0].local, *args[1:], **kwargs)
+    return args[0]
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`copy_` from a slice of the same layout, or from a whole tensor (each rank takes its part)."""
+    target, source = args[0], args[1]
+    if isinstance(target, ShardedTensor):
+        held = target.slice
+        if isinstance(source, ShardedTensor):
+            _check_operands(func, args[:2])
+            target.local.copy_(source.local)
+        elif source.numel() == 1 and held.shape.numel() != 1:
+            target.local.copy_(source.reshape(()))
+        elif source.shape == held.shape:
+            target.local.copy_(source.reshape(-1)[held.start : held.stop])
+        else:
+            raise _refusal(func, target, f"the source has shape {tuple(source.shape)}")
+        return target
+    target.copy_(whole_tensor(source))
+    return target
+
+
+def _reduced(func: Any, args: tuple[Any, ...], combine: str) -> torch.Tensor:
+    """Completes a full reduction over the group; `combine` is the c10d reduction."""
+    tensor = args[0]
+    local = tensor.local
+    if local.numel() == 0:  # a neutral value: this rank holds nothing of the tensor
+        neutral = {"SUM": 0, "MAX": -torch.inf, "MIN": torch.inf}[combine]
+        result = torch.full((), neutral, dtype=local.dtype, device=local.device)
+    else:
+        result = func(local, *args[1:])
+    if tensor.slice.group is not None:
+        dist.all_reduce(result, op=getattr(dist.ReduceOp, combine), group=tensor.slice.group)
+    return result
+
+
+def vector_norms(
+    tensors: Sequence[torch.Tensor], order: float = 2.0, *, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """Norms of whole tensors, some of them sharded, with one all-reduce for all of them."""
+    if order == 0:
+        raise _refusal(aten._foreach_norm.Scalar, _first(tensors), "the 0-norm is not offered")
+    largest = order == float("inf")
+    parts = [_partial_norm(local_tensor(tensor), order, dtype) for tensor in tensors]
+    sharded = [i for i, tensor in enumerate(tensors) if isinstance(tensor, ShardedTensor)]
+    group = next((tensors[i].slice.group for i in sharded), None)  # type: ignore[attr-defined]
+    if group is not None:
+        stacked = torch.stack([parts[i] for i in sharded])
+        dist.all_reduce(stacked, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        for i, part in zip(sharded, stacked.unbind(), strict=True):
+            parts[i] = part
+    return parts if largest else [part.pow(1.0 / order) for part in parts]
+
+
+def _partial_norm(values: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """What one rank adds to a norm: its maximum, or its sum of powers."""
+    values = values if dtype is None else values.to(dtype)
+    if values.numel() == 0:
+        return torch.zeros((), dtype=values.dtype, device=values.device)
+    norm = torch.linalg.vector_norm(values, order)
+    return norm if order == float("inf") else norm.pow(order)
+
+
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(value not in (None, [], ()) for value in args[2:3]):
+        raise _refusal(func, args[0], "a norm along dimensions needs whole rows")
+    order = args[1] if len(args) > 1 else 2
+    return vector_norms([args[0]], float(order), dtype=kwargs.get("dtype"))[0]
+
+
+def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Foreach and fused optimizer kernels: lists of slices; empty slices are left out of fused ones by the kernels."""
+    name = func._schema.name
+    if "norm" in name:
+        order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+        return vector_norms(args[0], float(order), dtype=kwargs.get("dtype"))
+    likes = _first(args)
+    result = func(*_unwrap(args), **{key: _unwrap(value) for key, value in kwargs.items()})
+    if "non_finite_check" in name and likes.slice.group is not None:
+        # An overflow on one rank must stop the step on all of them (loss scaling).
+        dist.all_reduce(args[1], op=dist.ReduceOp.MAX, group=likes.slice.group)
+    if result is None or not isinstance(result, list | tuple):
+        return result
+    sources = next(arg for arg in args if isinstance(arg, list | tuple))
+    return [_wrap_like(item, source) for item, source in zip(result, sources, strict=True)]
+
+
+def _same_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Views that keep the shape (`detach`, `alias`, `view_as` itself)."""
+    tensor = args[0]
+    if func in (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default):
+        wanted = [size if size != -1 else None for size in args[1]]
+        fits = len(wanted) == len(tensor.slice.shape) and all(
+            want in (None, have) for want, have in zip(wanted, tensor.slice.shape, strict=True)
+        )
+        if not fits:
+            raise _refusal(func, tensor, f"a view of shape {tuple(args[1])} needs the whole tensor")
+    return ShardedTensor(tensor.local.detach(), tensor.slice)
+
+
+def _refusal(func: Any, tensor: ShardedTensor, why: str) -> MemoptError:
+    return MemoptError.of(
+        "sharded-parameter-op",
+        f"`{func}` cannot run on a sharded parameter: {why}",
+        path=tensor.slice.path,
+        hint="in a model: call it through a module's forward, or name the method with "
+        "run.register_method(module, 'name'). In an optimizer: build it with run.optimizer(cls, ...), which gathers "
+        "whole matrices for optimizers that need them",
+    )
+
+
+_TABLE: Mapping[Any, Callable[[Any, tuple, dict], Any]] = {
+    aten.detach.default: _same_view,
+    aten.alias.default: _same_view,
+    aten.view.default: _same_view,
+    aten.expand.default: _same_view,
+    aten.zeros_like.default: _like,
+    aten.ones_like.default: _like,
+    aten.empty_like.default: _like,
+    aten.full_like.default: _like,
+    aten._to_copy.default: _like,
+    aten.clone.default: _like,
+    aten.zero_.default: _fill,
+    aten.fill_.Scalar: _fill,
+    aten.fill_.Tensor: _fill,
+    aten.copy_.default: _copy,
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dim: _norm,
+    aten.sum.default: lambda func, args, kwargs: _reduced(func, args, "SUM"),
+    aten.max.default: lambda func, args, kwargs: _reduced(func, args, "MAX"),
+    aten.min.default: lambda func, args, kwargs: _reduced(func, args, "MIN"),
+}
+
+
+def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    return _reduced(aten.sum.default, args, "SUM") / args[0].slice.shape.numel()
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handler = _TABLE.get(func)
+    if handler is not None:
+        return handler(func, args, kwargs)
+    name = func._schema.name
+    if name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")):
+        return _foreach(func, args, kwargs)
+    if func is aten.mean.default:
+        return _mean(func, args, kwargs)
+    if torch.Tag.pointwise in func.tags:
+        return _pointwise(func, args, kwargs)
+    raise _refusal(func, _first([*args, *kwargs.values()]), "it needs the whole tensor")

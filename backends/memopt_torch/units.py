@@ -1,0 +1,419 @@
+"""Units: modules whose parameters are gathered, reduced and freed together, as flat padded runs of memory.
+
+A unit holds one section for each combination of dtype, layout and trainability among its parameters (one, for most
+models). A section is one collective: one all-gather brings its parameters, one reduce-scatter takes its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from memopt.errors import MemoptError
+
+from .arena import Tenant
+from .collectives import Pending
+from .sharded import FlatSlice, ShardedTensor, local_tensor
+
+Layout = Literal["shard", "zero2", "zero1", "whole"]
+"""What is split over ranks: parameters, gradients and state; gradients and state; state alone; nothing."""
+
+ALIGNMENT = 8  # values; keeps every rank's shard on a 16-byte border in 2-byte dtypes
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place in the model that refers to a parameter (tied parameters have several)."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRequest:
+    """One parameter to put in a unit."""
+
+    path: str
+    parameter: nn.Parameter
+    sites: tuple[Site, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRequest:
+    """One unit as the plan wants it.
+
+    Attributes:
+        resident: Gathered for the whole step: its weights are used outside its modules' own calls (ties, root).
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[ParameterRequest, ...]
+    reshard_after_forward: bool = True
+    resident: bool = False
+    is_layer: bool = True
+    prefetch_forward: int = 1
+    prefetch_backward: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """Dtypes of the policy's `precision`; None keeps each parameter's own."""
+
+    compute: torch.dtype | None = None
+    master: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+    def of(self, parameter: torch.Tensor) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """(compute, held, reduce) dtypes of one parameter. Frozen ones keep theirs between steps."""
+        own = parameter.dtype
+        if not own.is_floating_point:
+            return own, own, own
+        held = self.master if self.master is not None and parameter.requires_grad else own
+        return self.compute or own, held, self.reduce or held
+
+
+class Entry:
+    """One parameter inside a section.
+
+    Attributes:
+        offset: First flat index in the section.
+        held: What the model, the optimizer and checkpoints see between uses.
+        used: What the module sees while the unit is gathered; the same object as `held` where nothing moves.
+        grad_view: This rank's stretch of the section's gradient, or the whole one.
+        grad: The tensor put into `held.grad`.
+        staging: Where the whole gradient goes before it is reduced.
+    """
+
+    __slots__ = (
+        "grad", "grad_view", "held", "numel", "offset", "path", "shape", "sites", "staging", "start", "stop", "used",
+    )  # fmt: skip
+
+    def __init__(self, request: ParameterRequest, offset: int) -> None:
+        self.path = request.path
+        self.sites = request.sites
+        self.shape = request.parameter.shape
+        self.numel = request.parameter.numel()
+        self.offset = offset
+        self.start = self.stop = 0
+        self.held: nn.Parameter = request.parameter
+        self.used: nn.Parameter = request.parameter
+        self.grad_view: torch.Tensor | None = None
+        self.grad: torch.Tensor | None = None
+        self.staging: torch.Tensor | None = None
+
+
+class Section:
+    """A flat run of parameters that share dtypes, layout and trainability.
+
+    Attributes:
+        shard: This rank's values, [shard_numel]; for whole layouts a view of `whole`.
+        whole: Every value in the held dtype where each rank keeps all, else None.
+        gathered: Every value in the compute dtype while in use: in the arena, or `whole` itself.
+        grad: Reduced gradient, held dtype: [shard_numel], or [padded_numel] for `zero1` and `whole`.
+        slot: Where whole gradients are staged for the reduce-scatter; None where they are reduced in `grad`.
+    """
+
+    def __init__(self, unit: Unit, requests: Sequence[ParameterRequest], dtypes: Dtypes, *, size: int, rank: int):
+        first = requests[0]
+        self.unit = unit
+        self.layout: Layout = first.layout if size > 1 else "whole"
+        self.trainable = first.parameter.requires_grad
+        self.compute_dtype, self.held_dtype, self.reduce_dtype = dtypes.of(first.parameter)
+        self.device = first.parameter.device
+        self.size, self.rank = (size, rank) if self.layout != "whole" else (1, 0)
+        self.entries: list[Entry] = []
+        self.numel = 0
+        for request in requests:
+            self.entries.append(Entry(request, self.numel))
+            self.numel += request.parameter.numel()
+        quantum = self.size * ALIGNMENT
+        self.padded_numel = -(-self.numel // quantum) * quantum
+        self.shard_numel = self.padded_numel // self.size
+        self.weights: Tenant | None = None
+        self.gradients: Tenant | None = None
+        self.shard: torch.Tensor
+        self.whole: torch.Tensor | None = None
+        self.gathered: torch.Tensor
+        self.grad: torch.Tensor | None = None
+        self.slot: torch.Tensor | None = None
+        self.pending: Pending | None = None
+        self.kept: set[int] = set()  # offsets whose whole gradient is kept from earlier backward passes
+        self.reset_backward()
+        self.stale = False
+        self.gathered_version = -1
+
+    def reset_backward(self) -> None:
+        """Forgets what the current backward pass has brought."""
+        self.arrived: set[int] = set()  # offsets of entries whose gradient lies in the staging memory
+        self.used: set[int] = set()  # offsets that got a gradient at any time in this backward pass
+        self.opened = False
+        self.launched = False  # what lies in staging has been sent
+        self.sent = False  # something has been sent in this backward pass
+        self.direct = False  # the reduction writes `grad` itself
+        self.carries = False  # `grad` holds gradients that the reduction must add to
+
+    @property
+    def in_place(self) -> bool:
+        """Every rank keeps all values in the compute dtype: modules use the held parameters themselves."""
+        return self.layout == "whole" and self.compute_dtype == self.held_dtype
+
+    @property
+    def gathers_into_arena(self) -> bool:
+        """Whether use of the weights takes arena memory."""
+        return self.layout == "shard" or self.compute_dtype != self.held_dtype
+
+    @property
+    def num_expected(self) -> int:
+        """Parameters that can get a gradient now (users may freeze some later)."""
+        return sum(entry.held.requires_grad for entry in self.entries)
+
+    @property
+    def stages_gradients(self) -> bool:
+        """Whether gradients pass through a slot before they are reduced."""
+        return self.trainable and self.layout in ("shard", "zero2")
+
+    def own_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's stretch of a flat [padded_numel] tensor."""
+        return whole[self.rank * self.shard_numel : (self.rank + 1) * self.shard_numel]
+
+    def materialise(self) -> None:
+        """Allocates what stays between steps and copies this rank's values into it; nothing whole is allocated for
+        sharded parameters."""
+        if self.in_place:
+            self._adopt()
+            return
+        low = self.rank * self.shard_numel
+        keeps_all = self.layout != "shard"
+        held = torch.zeros(
+            self.padded_numel if keeps_all else self.shard_numel, dtype=self.held_dtype, device=self.device
+        )
+        for entry in self.entries:
+            entry.start = min(max(low - entry.offset, 0), entry.numel)
+            entry.stop = min(max(low + self.shard_numel - entry.offset, 0), entry.numel)
+            flat = entry.held.detach().reshape(-1)
+            if keeps_all:
+                held[entry.offset : entry.offset + entry.numel].copy_(flat)
+            elif entry.stop > entry.start:
+                at = entry.offset + entry.start - low
+                held[at : at + entry.stop - entry.start].copy_(flat[entry.start : entry.stop])
+        self.whole = held if keeps_all else None
+        self.shard = self.own_part(held) if keeps_all else held
+
+    def _adopt(self) -> None:
+        """Parameters that stay as they are. A lone one needs no flat run; gradients get one for a single reduction."""
+        for entry in self.entries:
+            entry.start, entry.stop = 0, entry.numel
+
+    def make_parameters(self, group: Any) -> None:
+        """Puts the held parameters in place of the model's own (whose memory is let go)."""
+        if self.in_place:
+            return
+        low = self.rank * self.shard_numel
+        for entry in self.entries:
+            original = entry.held
+            values = self._held_values(entry, low, self.whole, self.shard)
+            if self.layout == "whole":
+                held = nn.Parameter(values.view(entry.shape), requires_grad=original.requires_grad)
+            else:
+                piece = FlatSlice(entry.path, entry.shape, entry.start, entry.stop, group)
+                held = nn.Parameter(ShardedTensor(values, piece), requires_grad=original.requires_grad)
+            entry.held = held
+
+    def _held_values(self, entry: Entry, low: int, whole: torch.Tensor | None, shard: torch.Tensor) -> torch.Tensor:
+        if self.layout == "whole" and whole is not None:
+            return whole[entry.offset : entry.offset + entry.numel]
+        at = entry.offset + entry.start - low if entry.stop > entry.start else 0
+        return shard[at : at + entry.stop - entry.start]
+
+    def make_views(self) -> None:
+        """Parameters over the gathered weights. `.data` gives each a version counter of its own: collectives write
+        the buffer between forward and backward, and saved weights are gathered again before they are read."""
+        for entry in self.entries:
+            if self.in_place:
+                entry.used = entry.held
+                continue
+            view = self.gathered[entry.offset : entry.offset + entry.numel].view(entry.shape)
+            entry.used = nn.Parameter(view.data, requires_grad=entry.held.requires_grad)
+
+    def make_gradients(self) -> None:
+        """Allocates the reduced gradient and the views on both ends of the reduction."""
+        if not self.trainable:
+            return
+        numel = self.shard_numel if self.stages_gradients else self.padded_numel
+        self.grad = torch.zeros(numel, dtype=self.held_dtype, device=self.device)
+        low = self.rank * self.shard_numel
+        for entry in self.entries:
+            span = slice(entry.offset, entry.offset + entry.numel)
+            mine = self.grad if self.stages_gradients else self.own_part(self.grad)
+            if self.layout == "whole":
+                entry.grad_view = self.grad[span]
+                entry.grad = entry.grad_view.view(entry.shape)
+            else:
+                entry.grad_view = self._held_values(entry, low, None, mine)
+                entry.grad = ShardedTensor(entry.grad_view, entry.held.slice)  # type: ignore[attr-defined]
+            staged = self.slot if self.slot is not None else self.grad
+            entry.staging = staged[span].view(entry.shape)
+
+    def swap(self, *, used: bool) -> None:
+        """Lets the modules see the gathered parameters, or the held ones again."""
+        if self.in_place:
+            return
+        for entry in self.entries:
+            parameter = entry.used if used else entry.held
+            if used and parameter.requires_grad is not entry.held.requires_grad:
+                parameter.requires_grad_(entry.held.requires_grad)
+            for site in entry.sites:
+                site.module._parameters[site.name] = parameter
+
+    def accumulates(self) -> bool:
+        """Whether the user kept gradients (no `zero_grad` since). Mixed states are made uniform first."""
+        grads = [entry.held.grad for entry in self.entries]
+        if all(grad is None for grad in grads):
+            return False
+        for entry, grad in zip(self.entries, grads, strict=True):
+            if grad is entry.grad:
+                continue
+            assert entry.grad_view is not None  # trainable sections have views
+            assert entry.staging is not None
+            if grad is None:
+                (entry.grad_view if self.stages_gradients else entry.staging).zero_()
+            else:
+                entry.grad_view.copy_(local_tensor(grad).reshape(-1))
+            entry.held.grad = entry.grad
+        return True
+
+
+@dataclass(eq=False)
+class Unit:
+    """Modules that are gathered and freed together, and their state at run time.
+
+    Attributes:
+        state: `sharded`, `gathering` or `ready`.
+        active: Calls of its modules under way.
+        in_backward: Its backward pass has begun and not ended.
+        live_uses: Forward calls whose backward pass is still to come.
+    """
+
+    name: str
+    index: int
+    modules: tuple[nn.Module, ...]
+    sections: list[Section]
+    keep: bool
+    resident: bool
+    needs_weights_in_backward: bool
+    prefetch_forward: int
+    prefetch_backward: int
+    state: Literal["sharded", "gathering", "ready"] = "sharded"
+    active: int = 0
+    in_backward: bool = False
+    live_uses: int = 0
+    calls: list[bool] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
+    evicted: bool = False
+
+    def entries(self) -> Iterator[tuple[Section, Entry]]:
+        """Every parameter with its section."""
+        for section in self.sections:
+            for entry in section.entries:
+                yield section, entry
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any of its parameters has a gradient."""
+        return any(section.trainable for section in self.sections)
+
+    @property
+    def moves(self) -> bool:
+        """Whether its parameters are gathered or cast at all."""
+        return any(not section.in_place for section in self.sections)
+
+
+class Use:
+    """One forward call that a backward pass will come back to. Dies with its graph, so an abandoned forward pass does
+    not hold up later ones.
+
+    Attributes:
+        weights_version: The engine's count of optimizer steps when the call was made.
+    """
+
+    __slots__ = ("_done", "_unit", "weights_version")
+
+    def __init__(self, unit: Unit, weights_version: int) -> None:
+        self._unit = unit
+        self._done = False
+        self.weights_version = weights_version
+        unit.live_uses += 1
+
+    def finish(self) -> None:
+        """Counts the call as done; a second time does nothing."""
+        if not self._done:
+            self._done = True
+            self._unit.live_uses -= 1
+
+    def __del__(self) -> None:
+        self.finish()
+
+
+def sections_of(unit: Unit, requests: Sequence[ParameterRequest], dtypes: Dtypes, *, size: int, rank: int) -> None:
+    """Fills `unit.sections`: parameters that can share a collective share one."""
+    groups: dict[tuple, list[ParameterRequest]] = {}
+    for request in requests:
+        parameter = request.parameter
+        layout = request.layout if size > 1 else "whole"
+        key = (layout, parameter.requires_grad, parameter.dtype, dtypes.of(parameter), parameter.device)
+        groups.setdefault(key, []).append(request)
+    for group in groups.values():
+        unit.sections.append(Section(unit, group, dtypes, size=size, rank=rank))
+
+
+def free_replaced(parameter: nn.Parameter) -> None:
+    """Frees the memory of a parameter that is no longer the model's, whoever still holds it."""
+    parameter.grad = None
+    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+
+def embedding_only(modules: Sequence[nn.Module]) -> bool:
+    """Whether weights are not read in backward: torch's own embedding, whose gradient is a scatter of the output's."""
+    return all(type(module) is nn.Embedding and "forward" not in vars(module) for module in modules)
+
+
+def unit_from(request: UnitRequest, index: int, dtypes: Dtypes, *, size: int, rank: int) -> Unit:
+    """A unit with its sections; nothing is allocated and the model is not touched."""
+    unit = Unit(
+        name=request.name,
+        index=index,
+        modules=request.modules,
+        sections=[],
+        keep=not request.reshard_after_forward,
+        resident=request.resident,
+        needs_weights_in_backward=request.resident or not embedding_only(request.modules),
+        prefetch_forward=request.prefetch_forward,
+        prefetch_backward=request.prefetch_backward,
+    )
+    sections_of(unit, request.parameters, dtypes, size=size, rank=rank)
+    return unit
+
+
+def check_requests(requests: Sequence[UnitRequest]) -> None:
+    """Refuses parameters claimed twice.
+
+    Raises:
+        MemoptError: `overlapping-units`.
+    """
+    owner: dict[int, str] = {}
+    for request in requests:
+        for parameter in request.parameters:
+            other = owner.setdefault(id(parameter.parameter), request.name)
+            if other != request.name:
+                raise MemoptError.of(
+                    "overlapping-units",
+                    f"`{parameter.path}` is in the units `{other}` and `{request.name}`",
+                    path=parameter.path,
+                    hint="make the patterns disjoint, or put tied modules in one unit with `group: true`",
+                )
