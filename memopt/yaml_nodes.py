@@ -41,8 +41,8 @@ def parse(text: str, *, file: str | None) -> Parsed:
     """Plain data of one YAML document.
 
     Raises:
-        MemoptError: `file-too-large`, `yaml-syntax`, `yaml-documents`, `yaml-empty`, `yaml-duplicate-key`, `yaml-aliases`,
-            `yaml-too-deep`, `yaml-tag`, `yaml-merge-key`, `yaml-key`; all of the last five kinds at once.
+        MemoptError: `file-too-large`, `yaml-syntax`, `yaml-documents`, `yaml-empty`, `yaml-aliases`, `yaml-too-deep`;
+            all at once: `yaml-duplicate-key`, `yaml-tag`, `yaml-merge-key`, `yaml-key`.
     """
     if len(text.encode()) > MAX_TEXT_BYTES:
         raise MemoptError(Problem("file-too-large", f"more than {MAX_TEXT_BYTES} bytes of YAML", file=file))
@@ -67,10 +67,12 @@ def _compose(yaml: YAML, text: str, file: str | None) -> Node:
         raise MemoptError(Problem("yaml-too-deep", f"nested deeper than {MAX_DEPTH} levels", file=file)) from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = {} if mark is None else {"line": mark.line + 1, "column": mark.column + 1}
+        line, column = (None, None) if mark is None else (mark.line + 1, mark.column + 1)
         text = " ".join(str(part) for part in (error.context, error.problem) if part)
         hint = _syntax_hint(str(error.problem))
-        raise MemoptError(Problem("yaml-syntax", text or "not YAML", hint=hint, file=file, **place)) from None
+        raise MemoptError(
+            Problem("yaml-syntax", text or "not YAML", hint=hint, file=file, line=line, column=column)
+        ) from None
     except YAMLError as error:
         raise MemoptError(Problem("yaml-syntax", str(error).splitlines()[0], file=file)) from None
     if root is None:
@@ -79,7 +81,8 @@ def _compose(yaml: YAML, text: str, file: str | None) -> Node:
         )
     if second is not None:
         message = "a second document starts here; a file holds one"
-        raise MemoptError(Problem("yaml-documents", message, file=file, **_mark(second)))
+        line, column = _mark(second)
+        raise MemoptError(Problem("yaml-documents", message, file=file, line=line, column=column))
     return root
 
 
@@ -109,8 +112,9 @@ def _syntax_hint(problem: str) -> str | None:
     return None
 
 
-def _mark(node: Node) -> dict[str, int]:
-    return {"line": node.start_mark.line + 1, "column": node.start_mark.column + 1}
+def _mark(node: Node) -> tuple[int, int]:
+    """Line and column, from 1."""
+    return node.start_mark.line + 1, node.start_mark.column + 1
 
 
 class _Builder:
@@ -131,7 +135,7 @@ class _Builder:
         if depth > MAX_DEPTH:
             message = f"nested deeper than {MAX_DEPTH} levels (an alias may contain itself)"
             raise MemoptError(self._problem("yaml-too-deep", message, node, path))
-        self.places.setdefault(path, (node.start_mark.line + 1, node.start_mark.column + 1))
+        self.places.setdefault(path, _mark(node))
         if isinstance(node, MappingNode):
             return self._mapping(node, path, depth)
         if isinstance(node, SequenceNode):
@@ -157,7 +161,7 @@ class _Builder:
                 hint = "remove one of the two"
                 self.problems.append(self._problem("yaml-duplicate-key", message, key_node, here, hint=hint))
                 continue
-            self.places[here] = (key_node.start_mark.line + 1, key_node.start_mark.column + 1)
+            self.places[here] = _mark(key_node)
             data[key] = self.build(value_node, here, depth + 1)
         return data
 
@@ -183,4 +187,5 @@ class _Builder:
 
     def _problem(self, code: str, message: str, node: Node, path: Path, *, hint: str | None = None) -> Problem:
         dotted = ".".join(str(part) for part in path[:12]) or None
-        return Problem(code, message, hint=hint, path=dotted, file=self._file, **_mark(node))
+        line, column = _mark(node)
+        return Problem(code, message, hint=hint, path=dotted, file=self._file, line=line, column=column)

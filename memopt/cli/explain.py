@@ -11,7 +11,7 @@ import typer
 
 from ..checking import plan_for
 from ..explain import Line, compress, compress_units, row_to_json, select_rows, unit_to_json
-from ..plan import Plan
+from ..plan import Plan, PlanUnit
 from ..quantities import format_bytes
 
 
@@ -62,12 +62,15 @@ def _units_table(plan: Plan) -> Any:
     for heading in ("unit", "count", "after forward", "region", "values without a name"):
         table.add_column(heading)
     for name, count, unit in compress_units(plan.units):
-        reshard = {True: "resharded", False: "stays gathered"}.get(unit.reshard_after_forward)
-        after = reshard if isinstance(unit.reshard_after_forward, bool) else f"over {unit.reshard_after_forward} ranks"
-        table.add_row(
-            name, str(count), after, "yes" if unit.region else "no", unit.unnamed_residual if unit.region else ""
-        )
+        region, unnamed = ("yes", unit.unnamed_residual) if unit.region else ("no", "")
+        table.add_row(name, str(count), _after_forward(unit), region, unnamed)
     return table
+
+
+def _after_forward(unit: PlanUnit) -> str:
+    if isinstance(unit.reshard_after_forward, bool):
+        return "resharded" if unit.reshard_after_forward else "stays gathered"
+    return f"over {unit.reshard_after_forward} ranks"
 
 
 def _tensors_table(lines: list[Line]) -> Any:

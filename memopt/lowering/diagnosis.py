@@ -16,21 +16,30 @@ from .units import UnitTable
 
 
 def dead_rule(
-    policy: Policy, i: int, entries: Sequence[Entry], spec: ModelSpec, units: UnitTable, outside: Sequence[str]
+    policy: Policy,
+    i: int,
+    entries: Sequence[Entry],
+    spec: ModelSpec,
+    units: UnitTable,
+    unreached: Sequence[Entry],
 ) -> Problem:
+    """Why rule `i` covers nothing; `unreached`: what its selectors hold for and its action cannot reach."""
     rule = policy.rules[i]
-    match = rule.match
     where = policy.source.at(("rules", i, "match"))
-    head = f"rule `{rule.name}` matches nothing"
-    if outside:
-        return Problem(
-            "outside-units",
-            f"{head} that it can {rule.action}: {listing(outside)} lie in no unit, and only units have regions",
-            hint="list their modules under `units`",
-            **where,
-        )
-    hint = _why_dead(match, rule, entries, spec, units)
-    return Problem("dead-rule", f"{head} in this model", hint=hint or "remove it, or mark it `optional: true`", **where)
+    if not unreached:
+        hint = _why_dead(rule.match, rule, entries, spec, units) or "remove it, or mark it `optional: true`"
+        return Problem("dead-rule", f"rule `{rule.name}` matches nothing in this model", hint=hint, **where)
+    head = f"rule `{rule.name}` matches nothing that it can {rule.action}"
+    names = listing(entry.path for entry in unreached)
+    if all(entry.unit is None for entry in unreached):
+        text = f"{head}: {names} lie in no unit, and only units have regions"
+        return Problem("outside-units", text, hint="list their modules under `units`", **where)
+    if any(entry.tensor.op == "topk" for entry in unreached):
+        text = f"{head}: {names} are results of topk, which are kept unless named by `op`"
+        return Problem("dead-rule", text, hint="select them with `op: topk`", **where)
+    text = f"{head}: {names} are inputs of units, named by what makes them"
+    hint = f"to {rule.action} what is inside a unit select it by unit: `match: {{unit: {unreached[0].unit}}}`"
+    return Problem("dead-rule", text, hint=hint, **where)
 
 
 def dead_patterns(policy: Policy, i: int, entries: Sequence[Entry], units: UnitTable) -> list[Problem]:

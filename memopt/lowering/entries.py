@@ -158,7 +158,8 @@ def _activation(
 def _unit_of_activation(tensor: TensorSpec, names: tuple[str, ...], units: UnitTable) -> tuple[str | None, bool]:
     """The unit that holds the value, and whether it is that unit's own input.
 
-    A layer's output that is the next layer's input is held by the next: it is what that unit's backward starts from.
+    A layer's output that is the next layer's input is held by the next: it is what that unit's backward starts from. A
+    unit's output that no other unit takes in is held by the root.
     """
     made_in = {units.of(name) for name in names if _input_owner(name) is None}
     for name in names:
@@ -166,7 +167,16 @@ def _unit_of_activation(tensor: TensorSpec, names: tuple[str, ...], units: UnitT
         unit = units.by_member.get(owner) if owner is not None else None
         if unit is not None and unit not in made_in:
             return unit, True
-    return units.of(tensor.path), False
+    unit = units.of(tensor.path)
+    return (None if unit is not None and _is_output(unit, names, units) else unit), False
+
+
+def _is_output(unit: str, names: tuple[str, ...], units: UnitTable) -> bool:
+    """Whether the value leaves the unit: a member gives it, and nothing inside the unit takes it in."""
+    members = units.by_name[unit].members
+    owners = [owner for owner in map(_input_owner, names) if owner is not None]
+    is_given = any(_input_owner(name) is None and name.partition("[")[0] in members for name in names)
+    return is_given and not any(units.of(owner) == unit for owner in owners)
 
 
 def _input_owner(name: str) -> str | None:

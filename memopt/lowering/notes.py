@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..plan import PlanRow, PlanUnit
+from ..plan import PlanRow
 from ..policy import Policy
 from ..spec import ModelSpec
+from .units import UnitTable
 
 
 def make_notes(
     policy: Policy,
     spec: ModelSpec,
     rows: Sequence[PlanRow],
-    units: Sequence[PlanUnit],
+    units: UnitTable,
     mesh: Mapping[str, int],
     *,
     whole: Mapping[str, Sequence[str]],
@@ -25,7 +26,24 @@ def make_notes(
         "kept whole"
         for axis, paths in whole.items()
     ]
-    return notes + _replicated_in_sharded(params, spec) + _deferred(policy, rows, mesh) + _one_unit(params, units, mesh)
+    return [
+        *notes,
+        *_shared_by_units(params, units),
+        *_replicated_in_sharded(params, spec),
+        *_deferred(policy, rows),
+        *_one_unit(params),
+    ]
+
+
+def _shared_by_units(params: Sequence[PlanRow], units: UnitTable) -> list[str]:
+    """A tied parameter must outlive every unit that uses it."""
+    notes = []
+    for row in params:
+        owners = [owner for owner in (units.of(name) for name in (row.path, *row.aliases)) if owner is not None]
+        if row.unit is None and owners:
+            users = listing(owners)
+            notes.append(f"`{row.path}` is shared ({users} use it): it belongs to no unit and stays whole in use")
+    return notes
 
 
 def _replicated_in_sharded(params: Sequence[PlanRow], spec: ModelSpec) -> list[str]:
@@ -42,7 +60,7 @@ def _replicated_in_sharded(params: Sequence[PlanRow], spec: ModelSpec) -> list[s
     ]
 
 
-def _deferred(policy: Policy, rows: Sequence[PlanRow], mesh: Mapping[str, int]) -> list[str]:
+def _deferred(policy: Policy, rows: Sequence[PlanRow]) -> list[str]:
     if policy.accumulate.steps == 1 or policy.accumulate.reduce == "each":
         return []
     split = {row.path for row in rows if row.role == "param" and row.layout}
@@ -52,7 +70,7 @@ def _deferred(policy: Policy, rows: Sequence[PlanRow], mesh: Mapping[str, int]) 
     return [f"`accumulate: {{reduce: last}}` keeps whole gradients between micro-batches: {nbytes} bytes a device"]
 
 
-def _one_unit(params: Sequence[PlanRow], units: Sequence[PlanUnit], mesh: Mapping[str, int]) -> list[str]:
+def _one_unit(params: Sequence[PlanRow]) -> list[str]:
     sharded = [row for row in params if row.layout]
     owners = {row.unit for row in sharded}
     if len(sharded) < 2 or len(owners) > 1:

@@ -48,7 +48,7 @@ def make_rows(
         for unit in units.units
     )
     kept = tuple(row for n, row in enumerate(rows) if not entries[n].unnamed or row.unit in regions)
-    warnings = make_notes(policy, spec, kept, decided, mesh, whole=builder.whole)
+    warnings = make_notes(policy, spec, kept, units, mesh, whole=builder.whole)
     return RowTable(kept, decided, tuple(warnings), tuple(builder.problems()))
 
 

@@ -59,3 +59,16 @@ def in_unit(patterns: Iterable[str], entry: Entry, units: UnitTable) -> bool:
     if entry.unit is None:
         return False
     return any_matches(patterns, (entry.unit, *units.by_name[entry.unit].members))
+
+
+def is_reachable(rule: Rule, entry: Entry) -> bool:
+    """Whether the action can reach a selected entry.
+
+    Values outside units have no region; a unit's own input cannot be made again inside it; `topk` results are kept
+    unless named by `op`, as a second choice of experts may differ from the first.
+    """
+    if entry.role != "activation" or not isinstance(rule, OffloadRule | RecomputeRule):
+        return True
+    if entry.unit is None or (entry.own_input and isinstance(rule, RecomputeRule)):
+        return False
+    return entry.tensor.op != "topk" or (rule.match.op is not None and "topk" in rule.match.op)
