@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from .errors import MemoptError, did_you_mean
 
 if TYPE_CHECKING:
+    from .estimate import Measured
     from .plan import Plan
     from .spec import ModelSpec
 
@@ -86,8 +87,8 @@ class Backend(Protocol):
 
     def estimate(
         self, workload: Any, plan: Plan, spec: ModelSpec, *, target: Any, progress: Any = None
-    ) -> dict[str, Any]:
-        """The measured part of `memopt plan`: device, host, traffic, recompute, overlap, left_out, versions."""
+    ) -> Measured:
+        """The measured part of `memopt plan`, per device and step; `progress(line)` is told what takes long."""
         ...
 
     def launch(self, job_file: str, *, world_size: int) -> Launch:

@@ -87,8 +87,7 @@ class PlanResult:
     @property
     def is_over_budget(self) -> bool:
         """A budget was given and something exceeds it: the command's exit code is 1."""
-        given = {"device": "device" in self.budget, "host RAM": "host" in self.budget}
-        return any(given.get(verdict.name, False) and verdict.fits is False for verdict in self.verdicts)
+        return any(verdict.fits is False and verdict.limit.startswith("the budget") for verdict in self.verdicts)
 
     @property
     def advice(self) -> tuple[str, ...]:

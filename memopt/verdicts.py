@@ -95,7 +95,11 @@ def verdicts(
     measured: Measured, capacity: Capacity, *, target: Target, framework: str, budget: Mapping[str, int]
 ) -> tuple[Verdict, ...]:
     """Judge all limits; the host's only where host bytes are held on a host of its own."""
-    found = [_device(measured, capacity, target, framework, budget.get("device"))]
+    found = []
+    if budget.get("device") is not None:
+        found.append(_device_budget(measured, budget["device"]))
+    if not found or (capacity.usable_bytes is not None and budget["device"] > capacity.usable_bytes):
+        found.append(_device(measured, capacity, target, framework))
     if measured.host_bytes and target.kind != "cpu":
         per_node = measured.host_bytes * capacity.devices_per_node
         pinned = measured.host_bytes if measured.pinned_bytes is None else measured.pinned_bytes
@@ -107,14 +111,15 @@ def verdicts(
     return tuple(found)
 
 
-def _device(
-    measured: Measured, capacity: Capacity, target: Target, framework: str, budget_bytes: int | None
-) -> Verdict:
+def _device_budget(measured: Measured, budget_bytes: int) -> Verdict:
+    needed = measured.peak_bytes
+    over = needed > budget_bytes
+    setting = f"choose a policy that holds less, or raise the budget above {format_bytes(needed)}" if over else None
+    return Verdict("device", not over, needed, budget_bytes, "the budget", setting)
+
+
+def _device(measured: Measured, capacity: Capacity, target: Target, framework: str) -> Verdict:
     needed, usable = measured.peak_bytes, capacity.usable_bytes
-    if budget_bytes is not None:
-        over = needed > budget_bytes
-        setting = f"choose a policy that holds less, or raise the budget above {format_bytes(needed)}" if over else None
-        return Verdict("device", not over, needed, budget_bytes, "the budget", setting)
     if usable is None:
         return Verdict("device", None, needed, None, f"{target.name} has no published capacity")
     limit = "this machine's memory over its ranks" if target.kind == "cpu" else f"what {framework} can use by default"

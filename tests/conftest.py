@@ -161,3 +161,83 @@ def rules() -> Callable[..., Policy]:
         return load_policy({"version": 1, **settings, "rules": named})
 
     return build
+
+
+def sized_llama(config: Any) -> ModelSpec:
+    """A `WorkloadConfig`'s Llama with every named value at its real size, as a backend would list it; whole batch."""
+    from memopt.workloads.initialise import weight_shapes
+
+    tensors = [
+        TensorSpec(path, "param", shape, "float32", module=path.rsplit(".", 1)[0])
+        for path, shape in weight_shapes(config)
+    ]
+    modules = [ModuleSpec("", "", "LlamaForCausalLM", 0)]
+    width, keys = config.heads * config.size_per_head, config.kv_heads * config.size_per_head
+    values = {
+        "layer_input": ("input", config.hidden),
+        "q": ("self_attn.q", width),
+        "k": ("self_attn.k", keys),
+        "v": ("self_attn.v_proj", keys),
+        "attn_out": ("self_attn.attn_out", width),
+        "o": ("self_attn.o_proj", config.hidden),
+        "mlp_gate": ("mlp.gate_proj", config.intermediate),
+        "mlp_up": ("mlp.up_proj", config.intermediate),
+        "mlp_act": ("mlp.act", config.intermediate),
+        "mlp_down": ("mlp.down_proj", config.hidden),
+    }
+    for i in range(config.layers):
+        modules.append(ModuleSpec(f"layers.{i}", f"model.layers.{i}", "LlamaDecoderLayer", 1))
+        for name, (child, size) in values.items():
+            path, shape = f"layers.{i}.{child}", (config.batch, config.sequence, size)
+            tensors.append(TensorSpec(path, "activation", shape, "bfloat16", module=path, tensor=name))
+    modules += [ModuleSpec(path, f"model.{path}", "Linear", 1) for path in ("embed_tokens", "norm", "lm_head")]
+    return ModelSpec(
+        backend="sized",
+        family="llama",
+        tensors=tuple(tensors),
+        modules=tuple(modules),
+        stacks=(StackSpec("layers", config.layers, "loop", "LlamaDecoderLayer"),),
+        batch="global",
+    )
+
+
+@dataclass(frozen=True)
+class SizedBackend(FakeBackend):
+    """Plans without a framework: bytes follow from the plan's rows, plus `hidden_bytes` that no model foretells."""
+
+    name: str = "sized"
+    hidden_bytes: int = 0
+    calls: list[Any] = field(default_factory=list)
+
+    def inspect_workload(self, workload: Any) -> ModelSpec:
+        return sized_llama(workload)
+
+    def estimate(self, workload: Any, plan: Any, spec: ModelSpec, *, target: Any, progress: Any = None) -> Any:
+        from memopt.estimate import Measured, planned_bytes
+
+        self.calls.append(plan)
+        planned = planned_bytes(plan)
+        held = {role: planned.resident.get((role, "device"), 0) for role in ("param", "grad", "optimizer_state")}
+        host = sum(nbytes for (_, kind), nbytes in planned.resident.items() if kind != "device")
+        layer = [row for row in plan.rows_of("activation") if row.unit == plan.units[-1].name]
+        own = sum(row.nbytes or 0 for row in layer if row.residual in ("recompute", "offload"))
+        return Measured(
+            method="fake-trace",
+            by_role={
+                **held,
+                "activation": planned.saved["keep"] + own,
+                "gathered": planned.gathered,
+                "temp": self.hidden_bytes,
+            },
+            host_bytes=host + planned.saved["offload"],
+            to_host_bytes=planned.saved["offload"],
+            to_device_bytes=planned.saved["offload"],
+            left_out=("allocator rounding",),
+            versions={"sized": "1"},
+        )
+
+
+@pytest.fixture
+def sized_backend() -> type[SizedBackend]:
+    """A backend class that plans by the plan's own bytes: `sized_backend(hidden_bytes=...)`."""
+    return SizedBackend

@@ -138,7 +138,7 @@ def render_policy(
     settings: Mapping[str, Any],
     layout_rules: Sequence[Mapping[str, Any]],
     rules: Sequence[TensorRule],
-    unit: str | None,
+    units: Sequence[str],
     backend_options: Mapping[str, Any],
 ) -> str:
     """The whole file.
@@ -148,7 +148,7 @@ def render_policy(
         settings: `mesh`, `units`, `precision`, `accumulate`, `budget` as plain data; empty ones are left out.
         layout_rules: The rules that are not about activations, as plain data, unchanged.
         rules: From `tensor_rules`, with comments.
-        unit: Glob of the recomputed units; None: no region, everything is kept.
+        units: Globs of the recomputed units; empty: no regions, everything is kept.
         backend_options: As in a policy.
     """
     lines = [*(f"# {line}".rstrip() for line in header), "version: 1"]
@@ -157,8 +157,9 @@ def render_policy(
     taken = {str(rule["name"]) for rule in layout_rules}
     for rule in rules:
         body.append(rule.render(_free_name(f"{rule.action}-{rule.tensors[0].replace('_', '-')}", taken)))
-    if unit is not None:
-        again = {"name": _free_name("rest", taken), "action": "recompute", "match": {"unit": unit}}
+    if units:
+        match = {"unit": units[0] if len(units) == 1 else list(units)}
+        again = {"name": _free_name("rest", taken), "action": "recompute", "match": match}
         body.append("  # Everything else in a layer is computed again in the backward pass.")
         body.append(f"  - {flow(again)}")
     lines += ["rules:", *body] if body else ["rules: []"]

@@ -193,11 +193,9 @@ def _assignments(program: Program, result: OptimizeResult) -> Iterator[Assignmen
 
 def _contiguous(count: dict[str, int], size: int) -> list[Action]:
     """What is made again comes first, then what is sent away, last what stays: it is wanted back soonest."""
-    actions: list[Action] = []
-    for action in reversed(_COUNTED):
-        actions += [action] * count[action]
-    rest: list[Action] = ["drop"] * (size - len(actions))
-    return actions + rest
+    actions: list[Action] = [action for action in reversed(_COUNTED) for _ in range(count[action])]
+    actions.extend("drop" for _ in range(size - len(actions)))
+    return actions
 
 
 def _every(count: dict[str, int], size: int) -> list[Action]:
@@ -205,6 +203,8 @@ def _every(count: dict[str, int], size: int) -> list[Action]:
     if not 0 < count["offload"] < size or count["keep"] or count["offload"] + count["recompute"] < size:
         return _contiguous(count, size)
     stride = -(-size // count["offload"])
-    again: Action = "recompute"
-    sent: Action = "offload"
-    return [sent if index % stride == 0 else again for index in range(size)]
+    return [_alternating(index, stride) for index in range(size)]
+
+
+def _alternating(index: int, stride: int) -> Action:
+    return "offload" if index % stride == 0 else "recompute"
