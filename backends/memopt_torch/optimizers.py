@@ -87,7 +87,8 @@ def repoint(optimizer: Optimizer) -> Optimizer:
     State of a parameter's own shape is cut to this rank's slice, like the parameter.
     """
     for group in optimizer.param_groups:
-        group["params"] = [replacement_of(parameter) or parameter for parameter in group["params"]]
+        replaced = ((parameter, replacement_of(parameter)) for parameter in group["params"])
+        group["params"] = [parameter if new is None else new for parameter, new in replaced]
     for parameter in list(optimizer.state):
         new = replacement_of(parameter)
         if new is not None:
