@@ -116,6 +116,16 @@ class Applied:
         """Torch needs no step function: hooks do the work. Returns `fn` unchanged."""
         return fn
 
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Those made by `optimizer` or adopted, in that order."""
+        return tuple(self._optimizers)
+
+    def weights_changed(self) -> None:
+        """Parameters were written by hand: gathered copies are dropped. Optimizers announce themselves."""
+        if isinstance(self.engine, Engine):
+            self.engine.parameters_stepped()
+
     def held_parameters(self) -> dict[str, nn.Parameter]:
         """Canonical path -> what the optimizer steps, tied parameters once."""
         return {path: self._names.parameter(path) for path in self._names.parameters}

@@ -14,8 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from memopt.errors import MemoptError
+
+from .boxes import Box, boxes_of
 
 aten = torch.ops.aten
 
@@ -70,6 +74,32 @@ class ShardedTensor(torch.Tensor):
             hint="copy the model before memopt.apply_policy, or save it with run.save(dir) and load the copy",
         )
 
+    # torch.distributed.checkpoint's protocol for tensors that say themselves which parts they hold.
+
+    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offsets), number),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.slice.shape),
+            )
+            for number, box in enumerate(self._boxes())
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(box) for box in self._boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for box in self._boxes():
+            if index.offset is not None and tuple(index.offset) == box.offsets:
+                at = box.start - self.slice.start
+                return self.local.detach()[at : at + box.numel].view(box.sizes)
+        raise KeyError(index)
+
+    def _boxes(self) -> tuple[Box, ...]:
+        return boxes_of(self.slice.shape, self.slice.start, self.slice.stop)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise MemoptError.of(
             "sharded-pickle",
@@ -77,6 +107,10 @@ class ShardedTensor(torch.Tensor):
             path=self.slice.path,
             hint="save with run.save(dir): sharded, nothing gathered, loads at any world size and into a plain model",
         )
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

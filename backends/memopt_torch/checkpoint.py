@@ -1,0 +1,321 @@
+"""Sharded checkpoints: torch.distributed.checkpoint files of whole tensors, each rank writing the parts it holds.
+
+Keys and shapes are the plain model's, so a checkpoint is read at another world size, under another policy, by FSDP2, and
+by a model under no policy at all. Nothing is gathered. The files are written beside the target and renamed at the end: a
+checkpoint is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from memopt.errors import MemoptError, Problem
+from memopt.matching import WRAPPERS
+
+if TYPE_CHECKING:
+    from .apply import Applied
+
+FORMAT = 1
+ABOUT = "memopt.json"
+
+
+def plain_name(raw: str) -> str:
+    """The name a parameter has in a model that nothing has wrapped."""
+    return ".".join(part for part in raw.split(".") if part not in WRAPPERS)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds.
+
+    Attributes:
+        tensors: Key -> tensor (sharded ones by part), written in place when loading.
+        about: Plain values, one JSON file.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    about: dict[str, Any]
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`model.NAME` -> parameter or persistent buffer; tied parameters under each of their names, as in `state_dict`."""
+    found: dict[str, torch.Tensor] = {}
+    for raw, parameter in model.named_parameters(remove_duplicate=False):
+        found[f"model.{plain_name(raw)}"] = parameter.detach()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                raw = f"{prefix}.{name}" if prefix else name
+                found[f"model.{plain_name(raw)}"] = buffer
+    return found
+
+
+def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
+    """Parameter -> its plain name, the first one where it is tied."""
+    return {parameter: plain_name(raw) for raw, parameter in model.named_parameters()}
+
+
+def _state(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> Iterator[tuple[str, str, Any]]:
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            yield names[parameter], key, value
+
+
+def contents_of(model: nn.Module, optimizers: tuple[Optimizer, ...], extra: Mapping[str, Any]) -> Contents:
+    """Everything to be saved."""
+    names = parameter_names(model)
+    tensors = model_tensors(model)
+    about: dict[str, Any] = {"format": FORMAT, "extra": dict(extra), "optimizers": []}
+    for number, optimizer in enumerate(optimizers):
+        values: dict[str, dict[str, Any]] = {}
+        for name, key, value in _state(optimizer, names):
+            if isinstance(value, torch.Tensor):
+                tensors[_state_key(number, name, key)] = value
+            else:
+                values.setdefault(name, {})[key] = value
+        groups = [
+            {key: _plain(value) for key, value in group.items() if key != "params"}
+            | {"params": [names[parameter] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        about["optimizers"].append({"groups": groups, "values": values})
+    try:
+        json.dumps(about)
+    except TypeError as error:
+        raise MemoptError.of(
+            "checkpoint-extra",
+            f"a checkpoint takes plain values (numbers, text, lists, mappings): {error}",
+            hint="pass tensors' values with `.tolist()` or `.item()`",
+        ) from error
+    return Contents(tensors, about)
+
+
+def _state_key(number: int, name: str, key: str) -> str:
+    prefix = "optimizer" if number == 0 else f"optimizer{number}"
+    return f"{prefix}.state.{name}.{key}"
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+# ---------------------------------------------------------------------- saving
+
+
+def save(applied: Applied, directory: Any, extra: Mapping[str, Any]) -> None:
+    """See `Applied.save`."""
+    contents = contents_of(applied.model, applied.optimizers, extra)
+    write(contents, Path(directory))
+
+
+def write(contents: Contents, target: Path) -> None:
+    """Writes beside the target, then renames.
+
+    Raises:
+        MemoptError: `checkpoint-write-failed`; what was there before is untouched.
+    """
+    partial = target.with_name(f"{target.name}.writing")
+    _on_first_rank(lambda: _clear(partial))
+    try:
+        dcp.save(contents.tensors, checkpoint_id=partial, no_dist=not dist.is_initialized())  # type: ignore[arg-type]
+        _on_first_rank(lambda: _publish(contents, partial, target))
+    except (CheckpointException, OSError) as error:
+        if _rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise MemoptError.of(
+            "checkpoint-write-failed",
+            f"could not write `{target}`: {_cause(error)}",
+            path=str(target),
+            hint="nothing was replaced: an earlier checkpoint there is as it was. Free space or choose another folder",
+        ) from error
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+    return str(error)
+
+
+def _clear(partial: Path) -> None:
+    """Removes what a save that was killed has left."""
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _publish(contents: Contents, partial: Path, target: Path) -> None:
+    """The rename that makes it a checkpoint. An earlier one steps aside first and goes last."""
+    about = partial / ABOUT
+    about.write_text(json.dumps(contents.about), encoding="utf-8")
+    for path in (*partial.iterdir(), partial):
+        _flush(path)
+    previous = target.with_name(f"{target.name}.previous")
+    shutil.rmtree(previous, ignore_errors=True)
+    if target.exists():
+        target.rename(previous)
+    partial.rename(target)
+    _flush(target.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """To the disk, so that the rename never comes before what it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _on_first_rank(call: Any) -> None:
+    """Runs on rank 0; every rank returns after it, or raises what it raised."""
+    failure: list[OSError | None] = [None]
+    if _rank() == 0:
+        try:
+            call()
+        except OSError as error:
+            failure = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise failure[0]
+
+
+# ---------------------------------------------------------------------- loading
+
+
+def load(applied: Applied, directory: Any) -> dict[str, Any]:
+    """See `Applied.load`."""
+    path = _existing(Path(directory))
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    about = _about(path)
+    tensors = model_tensors(applied.model)
+    problems = _mismatches(tensors, metadata)
+    problems += _optimizer_problems(applied, about)
+    if problems:
+        raise MemoptError(problems)
+    for number, optimizer in enumerate(applied.optimizers):
+        tensors |= _state_targets(applied.model, optimizer, number, metadata)
+    dcp.load(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())  # type: ignore[arg-type]
+    for optimizer, saved in zip(applied.optimizers, about.get("optimizers", ()), strict=False):
+        _restore_groups(applied.model, optimizer, saved)
+    applied.weights_changed()
+    return about.get("extra", {})
+
+
+def _existing(path: Path) -> Path:
+    """The checkpoint; one that a killed save had set aside counts."""
+    previous = path.with_name(f"{path.name}.previous")
+    for candidate in (path, previous):
+        if (candidate / ".metadata").exists():
+            return candidate
+    raise MemoptError.of(
+        "no-checkpoint",
+        f"`{path}` is not a checkpoint",
+        path=str(path),
+        hint="pass the folder that run.save was given",
+    )
+
+
+def _about(path: Path) -> dict[str, Any]:
+    file = path / ABOUT
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def _mismatches(tensors: Mapping[str, torch.Tensor], metadata: Metadata) -> list[Problem]:
+    saved = {
+        key: tuple(entry.size)
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    problems = []
+    for key, tensor in tensors.items():
+        if key not in saved:
+            problems.append(Problem("checkpoint-mismatch", "the model has it, the checkpoint does not", path=key))
+        elif saved[key] != tuple(tensor.shape):
+            problems.append(
+                Problem(
+                    "checkpoint-mismatch",
+                    f"the model's shape is {tuple(tensor.shape)}, the checkpoint's {saved[key]}",
+                    path=key,
+                )
+            )
+    for key in saved.keys() - tensors.keys():
+        problems.append(Problem("checkpoint-mismatch", "the checkpoint has it, the model does not", path=key))
+    return problems
+
+
+def _optimizer_problems(applied: Applied, about: Mapping[str, Any]) -> list[Problem]:
+    names = parameter_names(applied.model)
+    problems = []
+    for number, (optimizer, saved) in enumerate(zip(applied.optimizers, about.get("optimizers", ()), strict=False)):
+        mine = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+        theirs = [group["params"] for group in saved["groups"]]
+        if mine != theirs:
+            problems.append(
+                Problem(
+                    "checkpoint-groups",
+                    f"optimizer {number} has groups of {[len(group) for group in mine]} parameters, the checkpoint "
+                    f"{[len(group) for group in theirs]} (or other parameters in them)",
+                    hint="make the optimizer with the groups it was saved with, then load",
+                )
+            )
+    return problems
+
+
+def _state_targets(model: nn.Module, optimizer: Optimizer, number: int, metadata: Metadata) -> dict[str, torch.Tensor]:
+    """Fresh state tensors as the checkpoint has them, in the layout of the parameters here."""
+    prefix = _state_key(number, "", "").removesuffix(".")
+    saved = {key: entry for key, entry in metadata.state_dict_metadata.items() if key.startswith(prefix)}
+    targets: dict[str, torch.Tensor] = {}
+    for parameter, name in parameter_names(model).items():
+        own = {key: entry for key, entry in saved.items() if key.rpartition(".")[0] == f"{prefix}{name}"}
+        tensors = {
+            key: _state_tensor(parameter, entry)
+            for key, entry in own.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        if tensors:
+            optimizer.state[parameter] = {key.rpartition(".")[2]: tensor for key, tensor in tensors.items()}
+            targets |= tensors
+    return targets
+
+
+def _state_tensor(parameter: torch.Tensor, entry: TensorStorageMetadata) -> torch.Tensor:
+    if tuple(entry.size) == tuple(parameter.shape) and parameter.dim() > 0:
+        return torch.zeros_like(parameter, dtype=entry.properties.dtype).detach()
+    return torch.zeros(entry.size, dtype=entry.properties.dtype)
+
+
+def _restore_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in options.items():
+            if key == "params":
+                continue
+            before = group.get(key)
+            if isinstance(before, tuple):
+                value = tuple(value)
+            if isinstance(before, torch.Tensor):
+                before.fill_(value)
+            else:
+                group[key] = value
+    by_name = {name: parameter for parameter, name in parameter_names(model).items()}
+    for name, values in saved["values"].items():
+        optimizer.state[by_name[name]].update(values)
