@@ -120,6 +120,7 @@ def _mesh_problems(policy: Policy) -> list[Problem]:
         Problem(
             "mesh-size",
             f"axis `{axis}` has size {size}; sizes are 1 and more, or -1 for what is left",
+            hint=f"write `{axis}: -1`, or take the axis out",
             **policy.source.at(("mesh", axis)),
         )
         for axis, size in mesh.items()

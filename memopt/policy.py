@@ -34,10 +34,11 @@ def _as_tuple(value: Any) -> Any:
     if not isinstance(value, list):
         return (value,)
     if not value:
-        raise PydanticCustomError("empty-list", "an empty list selects nothing; leave the key out to select everything")
+        text = "an empty list selects nothing"
+        raise PydanticCustomError("empty-list", text, {"hint": "leave the key out to select everything"})
     repeated = next((entry for i, entry in enumerate(value) if entry in value[:i]), None)
     if repeated is not None:
-        raise PydanticCustomError("said-twice", "`{value}` is listed twice", {"value": repeated})
+        raise PydanticCustomError("said-twice", "`{value}` is listed twice", {"value": repeated, "hint": "remove one"})
     return tuple(value)
 
 
@@ -267,7 +268,7 @@ def _reshard(value: Any) -> Any:
     raise PydanticCustomError(
         "reshard-form",
         "`reshard_after_forward` takes true, false, or a group size of at least 2; got {got}",
-        {"got": repr(value)},
+        {"got": repr(value), "hint": "true frees gathered weights after forward, false keeps them"},
     )
 
 

@@ -145,9 +145,9 @@ def key_hint(got: str, allowed: Sequence[str]) -> str:
     folded = got.casefold().replace("-", "_")
     near = did_you_mean(folded, allowed)
     meant = OTHER_NAMES.get(folded)
-    if meant is not None and not (near and any(name == folded for name in allowed)):
-        return f"what you mean is called {meant} here" + (f"; {near}" if near else "")
-    return near or listing
+    if meant is None or folded in allowed:
+        return near or listing
+    return f"here that is {meant}" + (f"; {near}" if near and near.split("`")[1] not in meant else "")
 
 
 def value_hint(got: object, allowed: Sequence[str]) -> str | None:

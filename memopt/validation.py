@@ -122,13 +122,14 @@ def _problem(path: Path, fault: Any, model: type[BaseModel], data: Any, place: S
     elif kind == "literal_error":
         allowed = _literals(context["expected"])
         message = f"got {_shown(value)}; allowed: {_quoted(allowed)}"
-        hint = value_hint(value, allowed)
+        hint = value_hint(value, allowed) or (f"write `{allowed[0]}`" if len(allowed) == 1 else None)
     elif kind in _TYPES:
         message = f"got {_shown(value)}, which is not {_TYPES[kind]}"
         hint = hint or _type_hint(kind, value)
     elif kind in _BOUNDS:
         words, key = _BOUNDS[kind]
         message = f"got {_shown(value)}; must be {words} {context[key]:g}"
+        hint = "it is a share between 0 and 1: half is 0.5" if path[-1:] == ("fraction",) else hint
     elif kind in ("byte_size", "byte_size_unit"):
         message = f"got {_shown(value)}, which is no size"
         hint = "write a number of bytes, or one with a unit: `70GiB` (2^30), `70GB` (10^9), `512MiB`"
@@ -196,7 +197,7 @@ def _similar_present(key: str, path: Path, data: Any, allowed: list[str]) -> str
     for name in present:
         if name not in allowed and f"`{key}`" in key_hint(str(name), [key]):
             return f"`{name}` is there: is it meant to be `{key}`?"
-    return f"add `{key}: ...`"
+    return f"add `{key}: {'1' if key == 'version' else '...'}`"
 
 
 def _keys_at(model: type[BaseModel], path: Path, data: Any) -> list[str]:

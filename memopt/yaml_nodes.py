@@ -26,6 +26,7 @@ MAX_DEPTH = 60
 Path = tuple[str | int, ...]
 Places = dict[Path, tuple[int, int]]
 
+_COLLECTIONS = frozenset({"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"})
 _TAGS = {f"tag:yaml.org,2002:{kind}": kind for kind in ("null", "bool", "int", "float", "str")}
 
 
@@ -136,6 +137,8 @@ class _Builder:
             message = f"nested deeper than {MAX_DEPTH} levels (an alias may contain itself)"
             raise MemoptError(self._problem("yaml-too-deep", message, node, path))
         self.places.setdefault(path, _mark(node))
+        if not isinstance(node, ScalarNode) and str(node.tag) not in _COLLECTIONS:
+            return self._refuse_tag(node, path)
         if isinstance(node, MappingNode):
             return self._mapping(node, path, depth)
         if isinstance(node, SequenceNode):
@@ -168,10 +171,7 @@ class _Builder:
     def _scalar(self, node: Node, path: Path) -> Any:
         kind = _TAGS.get(str(node.tag))
         if kind is None:
-            name = str(node.tag).removeprefix("tag:yaml.org,2002:")[:80]
-            message = f"a value of type `{name}`; there are strings, numbers, true, false and null"
-            self.problems.append(self._problem("yaml-tag", message, node, path, hint="put quotes around a string"))
-            return None
+            return self._refuse_tag(node, path)
         if kind == "str":
             return node.value
         try:
@@ -184,6 +184,12 @@ class _Builder:
             self.problems.append(self._problem("yaml-tag", f"`{node.value}` is not a finite number", node, path))
             return None
         return value
+
+    def _refuse_tag(self, node: Node, path: Path) -> None:
+        name = str(node.tag).removeprefix("tag:yaml.org,2002:")[:80]
+        message = f"a value of type `{name}`; there are strings, numbers, true, false, null, lists and mappings"
+        hint = "put quotes around a string" if isinstance(node, ScalarNode) else "write it without a tag"
+        self.problems.append(self._problem("yaml-tag", message, node, path, hint=hint))
 
     def _problem(self, code: str, message: str, node: Node, path: Path, *, hint: str | None = None) -> Problem:
         dotted = ".".join(str(part) for part in path[:12]) or None

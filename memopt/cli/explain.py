@@ -14,6 +14,9 @@ from ..explain import Line, compress, compress_units, row_to_json, select_rows, 
 from ..plan import Plan, PlanUnit
 from ..quantities import format_bytes
 
+_PIPE_WIDTH = 140
+_SHORT = {"optimizer_state": "state"}
+
 
 def explain(
     policy: Annotated[Path, typer.Argument(help="The policy file.", metavar="POLICY")],
@@ -34,8 +37,12 @@ def explain(
     from rich.console import Console
 
     console = Console()
+    if not console.is_terminal:  # a pipe has no width of its own
+        console = Console(width=_PIPE_WIDTH)
+    lines = compress(plan, rows)
     console.print(_units_table(plan))
-    console.print(_tensors_table(compress(plan, rows)))
+    console.print(_state_table([line for line in lines if line.row.role != "activation"]))
+    console.print(_values_table([line for line in lines if line.row.role == "activation"]))
     for warning in plan.warnings:
         print(f"note: {warning}", file=sys.stderr)
 
@@ -52,15 +59,21 @@ def _document(plan: Plan, rows: Any) -> dict[str, Any]:
     }
 
 
-def _units_table(plan: Plan) -> Any:
+def _table(title: str, headings: tuple[str, ...], *, right: str) -> Any:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold", justify="right" if heading == right else "left")
+    return table
+
+
+def _units_table(plan: Plan) -> Any:
     inferred = any(unit.inferred for unit in plan.units)
     mesh = " × ".join(f"{axis} {size}" for axis, size in plan.mesh)
     title = f"units ({'found: the policy names none' if inferred else 'as the policy names them'}), mesh {mesh}"
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for heading in ("unit", "count", "after forward", "region", "values without a name"):
-        table.add_column(heading)
+    table = _table(title, ("unit", "count", "after forward", "region", "values without a name"), right="count")
     for name, count, unit in compress_units(plan.units):
         region, unnamed = ("yes", unit.unnamed_residual) if unit.region else ("no", "")
         table.add_row(name, str(count), _after_forward(unit), region, unnamed)
@@ -73,25 +86,29 @@ def _after_forward(unit: PlanUnit) -> str:
     return f"over {unit.reshard_after_forward} ranks"
 
 
-def _tensors_table(lines: list[Line]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="tensors, bytes per device", title_justify="left", header_style="bold")
-    for heading in ("path", "role", "shape", "dtype", "split", "memory", "residual", "rule"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("bytes", justify="right")
+def _state_table(lines: list[Line]) -> Any:
+    """Parameters, gradients and state; the roles of a parameter that fare alike share a line."""
+    headings = ("path", "roles", "split", "memory", "rule", "bytes")
+    table = _table("held between steps, bytes per device", headings, right="bytes")
+    alike: dict[tuple[str, ...], list[Line]] = {}
     for line in lines:
         row = line.row
         split = ", ".join(f"{axis}:{'flat' if d == -1 else d}" for axis, d in row.layout.items())
-        table.add_row(
-            row.path,
-            row.role,
-            "" if row.shape is None else "×".join(map(str, row.shape)) or "scalar",
-            row.dtype or "",
-            split,
-            row.memory_kind,
-            row.residual or "",
-            row.rule or "",
-            "?" if line.nbytes is None else format_bytes(line.nbytes),
-        )
+        alike.setdefault((row.path, split or "whole", row.memory_kind, row.rule or ""), []).append(line)
+    for (path, split, memory, rule), members in alike.items():
+        roles = " ".join(_SHORT.get(line.row.role, line.row.role) for line in members)
+        table.add_row(path, roles, split, memory, rule, _bytes([line.nbytes for line in members]))
     return table
+
+
+def _values_table(lines: list[Line]) -> Any:
+    headings = ("path", "residual", "rule", "bytes")
+    table = _table("between forward and backward, bytes per device", headings, right="bytes")
+    for line in lines:
+        table.add_row(line.row.path, line.row.residual or "", line.row.rule or "", _bytes([line.nbytes]))
+    return table
+
+
+def _bytes(sizes: list[int | None]) -> str:
+    known = [size for size in sizes if size is not None]
+    return format_bytes(sum(known)) if len(known) == len(sizes) else "?"

@@ -31,6 +31,9 @@ def dead_rule(
         return Problem("dead-rule", f"rule `{rule.name}` matches nothing in this model", hint=hint, **where)
     head = f"rule `{rule.name}` matches nothing that it can {rule.action}"
     names = listing(entry.path for entry in unreached)
+    if all(entry.unit is None and units.of(entry.path) is not None for entry in unreached):
+        text = f"{head}: {names} leave their unit, so it holds none of them"
+        return Problem("dead-rule", text, hint="name what the next unit takes in: `layers.*.input`", **where)
     if all(entry.unit is None for entry in unreached):
         text = f"{head}: {names} lie in no unit, and only units have regions"
         return Problem("outside-units", text, hint="list their modules under `units`", **where)

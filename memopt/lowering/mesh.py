@@ -57,10 +57,11 @@ def _conflicts(policy: Policy, asked: Mapping[str, int], existing: Mapping[str, 
 
 def _does_not_divide(policy: Policy, sizes: Mapping[str, int], known: int, world_size: int) -> Problem:
     free = next(axis for axis, size in sizes.items() if size == -1)
-    fixed = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
+    others = [f"{axis} {size}" for axis, size in sizes.items() if size != -1]
+    fixed = " × ".join(others) + (f" = {known}" if len(others) > 1 else "")
     return Problem(
         "mesh-world",
-        f"the world has {world_size} devices, which the other axes ({fixed} = {known}) do not divide: "
+        f"the world has {world_size} devices, which the other axes ({fixed}) do not divide: "
         f"nothing whole is left for `{free}`",
         hint=f"start a multiple of {known} devices, or change an axis so that the product divides {world_size}",
         **policy.source.at(("mesh",)),

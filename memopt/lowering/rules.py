@@ -13,7 +13,7 @@ from ..policy import Match, OffloadRule, Policy, RecomputeRule, Rule
 from ..spec import ModelSpec
 from .diagnosis import absent_tensors, dead_patterns, dead_rule
 from .entries import Entry
-from .notes import listing
+from .notes import listing, starred
 from .selectors import is_reachable, is_selected
 from .stacks import pick_layers
 from .units import UnitTable
@@ -40,7 +40,7 @@ def cover(policy: Policy, i: int, entries: Sequence[Entry], spec: ModelSpec, uni
     selected = [n for n, entry in enumerate(entries) if is_selected(rule, entry, units)]
     reached = [n for n in selected if is_reachable(rule, entries[n])]
     unreached = [entries[n] for n in selected if not is_reachable(rule, entries[n])]
-    coverage = Coverage(problems=_own_inputs(policy, i, unreached))
+    coverage = Coverage(problems=_own_inputs(policy, i, unreached, spec))
     if not reached:
         if not rule.optional and not coverage.problems:
             coverage.problems.append(dead_rule(policy, i, entries, spec, units, unreached))
@@ -84,7 +84,7 @@ def _misses_unnamed(match: Match, reached: Iterable[Entry]) -> bool:
     return has_limit and not match.names_values and any(entry.role == "activation" for entry in reached)
 
 
-def _own_inputs(policy: Policy, i: int, unreached: Sequence[Entry]) -> list[Problem]:
+def _own_inputs(policy: Policy, i: int, unreached: Sequence[Entry], spec: ModelSpec) -> list[Problem]:
     rule = policy.rules[i]
     if not isinstance(rule, RecomputeRule) or not rule.match.names_values or rule.match.op is not None:
         return []
@@ -95,7 +95,7 @@ def _own_inputs(policy: Policy, i: int, unreached: Sequence[Entry]) -> list[Prob
     return [
         Problem(
             "recompute-unit-input",
-            f"rule `{rule.name}` recomputes {listing([entry.path for entry in named])}, a unit's own input: "
+            f"rule `{rule.name}` recomputes {listing(starred(entry.path, spec) for entry in named)}, a unit's own input: "
             f"the backward pass of `{unit}` starts from it, and nothing in the unit can make it again",
             hint="keep it (leave it out of the rule) or offload it: "
             "`{name: input, action: offload, match: {path: 'layers.*.input'}}`",

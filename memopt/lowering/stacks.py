@@ -74,6 +74,6 @@ def _out_of_range(layers: Layers, stack: StackSpec, missing: Sequence[int]) -> F
     asked = f"layer {missing[0]}" if missing else f"{layers.first or layers.last} layers"
     return (
         "layer-out-of-range",
-        f"{asked} of `{stack.path}`, which has {stack.length} (0 to {stack.length - 1})",
+        f"it asks for {asked} of `{stack.path}`, which has {stack.length} (0 to {stack.length - 1})",
         "indices count from 0",
     )
