@@ -131,7 +131,8 @@ def _plain(workload: Workload, model: nnx.Module, mesh: Mesh) -> _Training:
 
 
 def _applied(job: Any, workload: Workload, model: nnx.Module, batch: Mapping[str, Any]) -> _Training:
-    applied = apply_policy(model, job.policy, example_inputs=batch)
+    tokens = batch["tokens"]
+    applied = apply_policy(model, job.policy, example_inputs=(tokens[:, :-1], tokens[:, 1:]))
     optimizer = applied.optimizer(workload.optimizer)
 
     def fn(model: Any, optimizer: Any, batch: Mapping[str, Any]) -> jax.Array:
