@@ -147,24 +147,29 @@ def planned_bytes(plan: Plan) -> PlannedBytes:
     return PlannedBytes(resident, saved, _gathered(plan), _full_grad(plan), tuple(unknown))
 
 
+ROOT = "(root)"
+"""Name, in `unit_whole_bytes`, of what belongs to no unit: it is gathered at the start and held to the end."""
+
+
 def unit_whole_bytes(plan: Plan) -> dict[str, int]:
     """Unit -> bytes of its sharded (or host-held) parameters once gathered, in the compute dtype."""
     whole: dict[str, int] = {}
     width = ITEMSIZE.get(plan.precision.get("compute", ""), 0)
     for row in plan.rows_of("param"):
-        if row.unit is None or row.global_nbytes is None or not (row.layout or row.memory_kind != "device"):
+        if row.global_nbytes is None or not (row.layout or row.memory_kind != "device"):
             continue
         held = ITEMSIZE.get(row.dtype or "", 0)
         as_computed = row.global_nbytes * width // held if width and held and row.trainable else row.global_nbytes
-        whole[row.unit] = whole.get(row.unit, 0) + as_computed
+        unit = row.unit or ROOT
+        whole[unit] = whole.get(unit, 0) + as_computed
     return whole
 
 
 def _gathered(plan: Plan) -> int:
     whole = unit_whole_bytes(plan)
-    sizes = [whole.get(unit.name, 0) for unit in plan.units]
-    kept = sum(size for unit, size in zip(plan.units, sizes, strict=True) if unit.reshard_after_forward is False)
-    freed = [0 if unit.reshard_after_forward is False else size for unit, size in zip(plan.units, sizes, strict=True)]
+    sizes = [(unit.reshard_after_forward is False, whole.get(unit.name, 0)) for unit in plan.units]
+    kept = whole.get(ROOT, 0) + sum(size for stays, size in sizes if stays)
+    freed = [0 if stays else size for stays, size in sizes]
     pairs = [sum(freed[index : index + 2]) for index in range(len(freed))]
     return kept + max(pairs, default=0)
 

@@ -215,6 +215,10 @@ def measure(plan: Plan, setting: Setting, *, progress: Progress | None = None) -
         MemoptError: What the backend refuses, or `plan-crashed` for anything it did not foresee.
     """
     backend = setting.backend
+    if getattr(backend, "estimate", None) is None:
+        raise MemoptError.of(
+            "plan-unsupported", f"backend `{backend.name}` cannot plan", hint="give a backend that can, or update it"
+        )
     return guarded(
         f"the {backend.name} backend, planning for {setting.target.name},",
         lambda: backend.estimate(

@@ -106,6 +106,7 @@ def tune(*, workload: Any, backend: Any, target: Any, wishes: Wishes, progress: 
         base=wishes.base,
         workload=setting.workload,
         target=setting.target,
+        spec=setting.spec,
         fsdp=wishes.fsdp,
         accumulate=wishes.accumulate,
     ):

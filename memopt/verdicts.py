@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from .estimate import Measured, planned_bytes, unit_whole_bytes
+from .estimate import ROOT, Measured, planned_bytes, unit_whole_bytes
 from .plan import Plan
 from .quantities import format_bytes
 from .targets import Target, framework_fact
@@ -177,11 +177,11 @@ def _about_gathered(plan: Plan, measured: Measured) -> list[tuple[int, str]]:
     if not whole:
         return []
     sharded = [unit for unit in plan.units if whole.get(unit.name)]
-    if len(sharded) == 1:
+    if len(sharded) == 1 and whole[sharded[0].name] > 0.5 * sum(whole.values()):
         size = whole[sharded[0].name]
         text = f"one unit, `{sharded[0].name}`, wraps everything: all {format_bytes(size)} of it are gathered at once"
         return [(size, f"{text}; name the repeated layers in `units` so that each is gathered alone")]
-    found = []
+    found = _about_root(plan, whole.get(ROOT, 0), measured)
     for unit in sharded:
         size = whole[unit.name]
         if (
@@ -195,6 +195,17 @@ def _about_gathered(plan: Plan, measured: Measured) -> list[tuple[int, str]]:
                 text = f"unit `{unit.name}` stays gathered: {format_bytes(size)}"
             found.append((size, f"{text}; give `{largest}` its own unit" if len(unit.members) > 1 else text))
     return found
+
+
+def _about_root(plan: Plan, size: int, measured: Measured) -> list[tuple[int, str]]:
+    """What no unit names is held whole through the peak: embedding and head, as a rule."""
+    if size < 0.02 * measured.peak_bytes:
+        return []
+    rows = [row for row in plan.rows_of("param") if row.unit is None and row.layout]
+    largest = sorted(rows, key=lambda row: -(row.global_nbytes or 0))[:2]
+    names = " and ".join(f"`{row.path.rsplit('.', 1)[0]}`" for row in largest)
+    text = f"what no unit names is gathered whole in the root: {format_bytes(size)}"
+    return [(size, f"{text}; give {names} units of their own")]
 
 
 def _member_bytes(plan: Plan, member: str) -> int:

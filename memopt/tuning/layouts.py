@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MemoptError
 from ..policy import Policy
+from ..spec import ModelSpec
 from ..targets import Target
 from ..workloads import WorkloadConfig
 
@@ -48,6 +50,7 @@ def layouts(
     base: Policy | None,
     workload: Any,
     target: Target,
+    spec: ModelSpec,
     fsdp: Sequence[int] = (),
     accumulate: Sequence[int] = (),
 ) -> Iterator[Layout]:
@@ -57,6 +60,7 @@ def layouts(
         base: A policy whose mesh, units, precision and rules about weights, gradients and state are kept.
         workload: What is trained.
         target: Gives the world's size.
+        spec: The model, whose large parts outside the layers become units of their own.
         fsdp: Sizes of the `fsdp` axis to try.
         accumulate: Numbers of micro-batches to try.
 
@@ -76,7 +80,7 @@ def layouts(
             yield Layout(
                 fsdp=size,
                 accumulate=steps,
-                settings=_settings(base, target, size, steps, chosen=bool(fsdp)),
+                settings=_settings(base, target, spec, size, steps, chosen=bool(fsdp)),
                 rules=rules,
                 backend_options=_options(base),
                 workload=micro_batch(workload, steps) if accumulate else workload,
@@ -107,9 +111,12 @@ def _own_fsdp(base: Policy | None, world: int) -> int:
     return world // others if size == -1 else size
 
 
-def _settings(base: Policy | None, target: Target, size: int, steps: int, *, chosen: bool) -> dict[str, Any]:
+def _settings(
+    base: Policy | None, target: Target, spec: ModelSpec, size: int, steps: int, *, chosen: bool
+) -> dict[str, Any]:
     if base is None:
-        settings: dict[str, Any] = {"precision": MIXED} if target.kind != "cpu" else {}
+        settings: dict[str, Any] = {"units": default_units(spec)} if size > 1 else {}
+        settings |= {"precision": MIXED} if target.kind != "cpu" else {}
     else:
         dumped = base.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
         settings = {key: dumped[key] for key in ("mesh", "units", "unit_defaults", "precision") if key in dumped}
@@ -119,6 +126,19 @@ def _settings(base: Policy | None, target: Target, size: int, steps: int, *, cho
         reduce = base.accumulate.reduce if base else "each"
         settings["accumulate"] = {"steps": steps, "reduce": reduce}
     return settings
+
+
+def default_units(spec: ModelSpec) -> list[Any]:
+    """The layers, and each large module outside them by itself: nothing large is gathered for the whole step."""
+    inside = tuple(f"{stack.path}." for stack in spec.stacks)
+    sizes: dict[str, int] = {}
+    for tensor in spec.tensors_of("param"):
+        if not tensor.path.startswith(inside) and tensor.shape is not None:
+            module = tensor.module or tensor.path.rsplit(".", 1)[0]
+            sizes[module] = sizes.get(module, 0) + math.prod(tensor.shape)
+    tied = {path.rsplit(".", 1)[0] for group in spec.ties for path in group}
+    large = [module for module, size in sizes.items() if 20 * size > sum(sizes.values()) and module not in tied]
+    return [*(f"{stack.path}.*" for stack in spec.stacks), *large]
 
 
 def _default_rules(size: int) -> tuple[Mapping[str, Any], ...]:
