@@ -70,6 +70,7 @@ def spec_of(
         modules=tuple(_module_rows(modules, lengths, parameters)),
         stacks=tuple(stacks),
         ties=tuple(ties),
+        batch="global",
     )
 
 

@@ -30,13 +30,15 @@ class ModuleConfig:
     Attributes:
         path: Canonical path; `*` for the index of a scanned stack.
         active: Paths to mark among its inputs and outputs; None marks all (when recording).
-        region: Given for units.
+        region: Given for units, and for modules whose own weights are fetched or cast.
+        constrain: Applied to its outputs: keeps the batch split over the mesh.
         root: Wraps the whole call of the model (cutting scans); given for the root alone.
     """
 
     path: str
     active: frozenset[str] | None
     region: Region | None = None
+    constrain: Callable[[Any], Any] | None = None
     root: Callable[[Callable[[Any], Any], Any], Any] | None = None
 
 
@@ -67,6 +69,12 @@ def configure(module: Any, config: ModuleConfig) -> None:
     object.__setattr__(module, "__class__", _subclass(type(module), config))
 
 
+def restore(module: Any) -> None:
+    """Give one instance its own class back, in place."""
+    if hasattr(type(module), _MARKER):
+        object.__setattr__(module, "__class__", plain_class(type(module)))
+
+
 def plain_class(cls: type) -> type:
     """The user's class behind a configured one."""
     return cls.__mro__[1] if _MARKER in vars(cls) else cls
@@ -83,6 +91,8 @@ def _subclass(cls: type, config: ModuleConfig) -> type:
         name = config.path.rpartition(".")[2] or plain_class(cls).__name__
         with naming.scope(config.path) if recording else jax.named_scope(name):
             outputs = call(self, *args, **kwargs)
+        if config.constrain is not None:
+            outputs = config.constrain(outputs)
         return naming.mark_outputs(outputs, config.path, active=config.active)
 
     entry = marked

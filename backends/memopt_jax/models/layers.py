@@ -91,7 +91,8 @@ def rotary_angles(inverse_frequencies: Any, length: int, dtype: Any) -> tuple[ja
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding of `[B, S, heads, rotated]`, halves paired (Transformers' `rotate_half`)."""
     low, high = jnp.split(x, 2, axis=-1)
-    return x * cos[:, None, :] + jnp.concatenate([-high, low], axis=-1) * sin[:, None, :]
+    cos, sin = (half[:, None, : half.shape[-1] // 2] for half in (cos, sin))
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
 def mean_cross_entropy(

@@ -1,0 +1,139 @@
+"""What `apply_policy` returns on JAX, whatever the kind of model: layouts, treatments, report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from memopt.applied import Check
+from memopt.errors import MemoptError
+from memopt.plan import Plan
+from memopt.report import Report, rule_effects
+from memopt.spec import ModelSpec
+
+from .optimizer import StatePlacement, Update, whole_update
+from .shardings import Layouts, make_mesh, place
+from .treatments import Treatments, treatments_of
+
+
+class AppliedBase:
+    """Shared by the kinds of models.
+
+    Attributes:
+        model: The model to call.
+        plan: What the policy means for it.
+        spec: Its inventory.
+        layouts: Shardings over the mesh.
+        treatments: What is done to each module.
+        placement: Where gradients and optimizer state rest.
+    """
+
+    model: Any
+
+    def __init__(self, plan: Plan, spec: ModelSpec, mesh: Any) -> None:
+        self.plan = plan
+        self.spec = spec
+        refuse_precision(plan)
+        existing: Mapping[str, Mapping[str, int]] = {
+            tensor.path: tensor.sharding for tensor in spec.tensors if tensor.sharding
+        }
+        self.layouts = Layouts(plan, make_mesh(plan, mesh), existing)
+        self.treatments: Treatments = treatments_of(plan, spec, self.layouts)
+        self.placement = StatePlacement.of(plan, spec, self.layouts)
+        self._is_checked = plan.options.get("check", "never") != "first_step"
+
+    def update_of(self, tx: Any) -> Update:
+        """The fused update-and-apply of an optax transformation."""
+        return whole_update(tx, self.placement)
+
+    def place_batch(self, batch: Any) -> Any:
+        """The batch split over the mesh."""
+        return place(batch, self.layouts.batch(batch))
+
+    def before_step(self, batch: Any) -> None:
+        """The check of `check: first_step`.
+
+        Raises:
+            MemoptError: `check-failed`.
+        """
+        if self._is_checked:
+            return
+        self._is_checked = True
+        require_ok(self.check(batch))
+
+    def check(self, batch: Any) -> Check:
+        """Compare the gradients of one batch with the policy on and off."""
+        raise NotImplementedError
+
+    def figures(self) -> Any:
+        """What the compiled step holds."""
+        raise NotImplementedError
+
+    def _step_time_s(self) -> float | None:
+        raise NotImplementedError
+
+    def report(self) -> Report:
+        """Planned and measured bytes by role, host traffic, step time; after at least one step.
+
+        Raises:
+            MemoptError: `no-step-yet`.
+        """
+        figures = self.figures()
+        return Report(
+            backend="jax",
+            measured_peak_bytes=figures.peak_bytes,
+            measured_by_role=dict(figures.by_role),
+            host_bytes=figures.host_bytes,
+            counted=figures.counted,
+            collectives=dict(figures.collectives),
+            step_time_s=self._step_time_s(),
+            effects=rule_effects(self.plan),
+            versions={name: version(name) for name in ("jax", "jaxlib", "flax", "optax")},
+            notes=tuple(figures.notes),
+        )
+
+
+def require_ok(check: Check) -> None:
+    """Refuse to go on with gradients that differ.
+
+    Raises:
+        MemoptError: `check-failed`.
+    """
+    if check.ok:
+        return
+    raise MemoptError.of(
+        "check-failed",
+        f"with the policy on, the gradient of `{check.worst_tensor}` differs from the {check.reference} model's by "
+        f"{check.max_grad_rel_diff:.3g} of its norm (loss by {check.loss_diff:.3g})",
+        hint="do not train with it; report the policy, the versions of jax and jaxlib, and the device",
+        path=check.worst_tensor,
+    )
+
+
+def refuse_precision(plan: Plan) -> None:
+    """Dtypes that this backend cannot give are refused, not approximated.
+
+    Raises:
+        MemoptError: `precision-unsupported`.
+    """
+    precision = plan.precision
+    if not precision:
+        return
+    compute, master = precision["compute"], precision["master"]
+    if precision["optimizer_state"] != master:
+        raise MemoptError.of(
+            "precision-unsupported",
+            f"optimizer_state: {precision['optimizer_state']} beside master: {master}: optax keeps its state in the "
+            "parameters' dtype",
+            hint="use the same dtype, or give the transformation its own (optax.adamw(mu_dtype=...)) and leave it out",
+            path="precision.optimizer_state",
+        )
+    if precision["reduce"] != compute and plan.world_size > 1:
+        raise MemoptError.of(
+            "precision-unsupported",
+            f"reduce: {precision['reduce']} with compute: {compute}: XLA adds the gradients of the devices up in the "
+            "dtype they are computed in",
+            hint=f"reduce: {compute}",
+            path="precision.reduce",
+        )

@@ -1,0 +1,52 @@
+"""`apply_policy` on JAX: which kind of model it is, and the `Applied` that comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as linen
+from flax import nnx
+
+from memopt.errors import MemoptError
+from memopt.plan import Plan
+from memopt.spec import ModelSpec
+
+from .nnx_apply import caller
+
+
+def inspect(model: Any, *, params: Any, example_inputs: Any) -> ModelSpec:
+    """The inventory of a model.
+
+    Raises:
+        MemoptError: `params-missing` for a linen module or function without its parameters.
+    """
+    if isinstance(model, nnx.Module):
+        from .nnx_inventory import inspect as inspect_nnx
+
+        return inspect_nnx(model, caller(example_inputs))
+    if params is None:
+        raise MemoptError.of(
+            "params-missing",
+            "a linen module and a JAX function hold no parameters of their own",
+            hint="pass params=; what model.init returns, or shapes made with jax.eval_shape",
+        )
+    if isinstance(model, linen.Module):
+        from .linen_apply import inspect as inspect_linen
+
+        return inspect_linen(model, params, example_inputs)
+    raise MemoptError.of(
+        "unknown-model", f"no policy can be applied to a {type(model).__name__}", hint="pass a flax module"
+    )
+
+
+def apply(
+    model: Any, plan: Plan, spec: ModelSpec, *, optimizer: Any, params: Any, example_inputs: Any, mesh: Any
+) -> Any:
+    """Apply a plan; returns an `Applied`."""
+    if isinstance(model, nnx.Module):
+        from .nnx_applied import NnxApplied
+
+        return NnxApplied(model, plan, spec, mesh=mesh, optimizer=optimizer)
+    from .linen_apply import LinenApplied
+
+    return LinenApplied(model, plan, spec, params=params, mesh=mesh, optimizer=optimizer)

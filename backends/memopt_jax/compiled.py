@@ -1,0 +1,239 @@
+"""A training step, compiled once per shape: donation, memory kinds, compiler options, and checks on the traced program."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from memopt.errors import MemoptError, Problem
+from memopt.plan import Plan
+
+from . import compiler_options, offset_audit
+from .measure import StepFigures, step_figures
+from .shardings import Layouts, place
+from .treatments import Treatments
+from .values import equations, inner_jaxprs, is_checkpoint, is_region
+
+_SKIPPED_STEPS = 1
+
+
+@dataclass
+class Executable:
+    """One compiled step.
+
+    Attributes:
+        compiled: The executable.
+        jaxpr: Its program.
+        host_bytes: Bytes of offloaded residuals on one device, counted on the program.
+        worked_around: Whether a faulty compiler's recording was switched off: the gradients must be checked first.
+        times_s: Wall time of each call.
+    """
+
+    compiled: Any
+    jaxpr: Any
+    host_bytes: int
+    worked_around: bool = False
+    times_s: list[float] = field(default_factory=list)
+
+
+class CompiledStep:
+    """`fn(first, second, batch) -> (first, second, aux)`, the first two donated and placed as they came."""
+
+    def __init__(
+        self, fn: Callable[[Any, Any, Any], tuple[Any, Any, Any]], *, plan: Plan, layouts: Layouts, treatments: Treatments
+    ) -> None:
+        self._fn = fn
+        self._plan = plan
+        self._layouts = layouts
+        self._treatments = treatments
+        self._executables: dict[Any, Executable] = {}
+        self.last: Executable | None = None
+
+    def __call__(self, first: Any, second: Any, batch: Any) -> tuple[Any, Any, Any]:
+        """Run one step; compiles at the first call with arguments of these shapes."""
+        batch = self.place_batch(batch)
+        executable = self.executable(first, second, batch)
+        started_s = time.perf_counter()
+        result = executable.compiled(first, second, batch)
+        jax.block_until_ready(result)
+        executable.times_s.append(time.perf_counter() - started_s)
+        self.last = executable
+        return result
+
+    def place_batch(self, batch: Any) -> Any:
+        """The batch split over the mesh; arrays that are split so already are not touched."""
+        return place(batch, self._layouts.batch(batch))
+
+    def executable(self, first: Any, second: Any, batch: Any) -> Executable:
+        """The compiled step for arguments of these shapes."""
+        leaves, structure = jax.tree.flatten((first, second, batch))
+        known = (structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
+        if known not in self._executables:
+            self._executables[known] = self.compile(first, second, batch)
+        return self._executables[known]
+
+    def compile(self, first: Any, second: Any, batch: Any) -> Executable:
+        """Trace, verify and compile for these arguments.
+
+        Raises:
+            MemoptError: `donation-fails`, `user-remat-around-unit`, `offload-without-effect`, and for a faulty GPU
+                compiler what the offset audit says.
+        """
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, (first, second))
+        jitted = jax.jit(self._fn, donate_argnums=(0, 1), out_shardings=(*shardings, None))
+        shapes = jax.eval_shape(self._fn, first, second, batch)
+        verify_donation((first, second), shapes[:2])
+        traced = jitted.trace(first, second, batch)
+        verify_program(traced.jaxpr.jaxpr, self._treatments)
+        compiled, worked_around = self._compile(traced)
+        host_bytes = offloaded_bytes(traced.jaxpr.jaxpr) // self._layouts.num_data
+        return Executable(compiled, traced.jaxpr, host_bytes, worked_around)
+
+    def _compile(self, traced: Any) -> tuple[Any, bool]:
+        """The executable, and whether it was compiled around the fault of a GPU compiler that the audit found.
+
+        Raises:
+            MemoptError: `unknown-compiler-option`; `wrong-recorded-offsets` when going around does not help.
+        """
+        device = self._layouts.mesh.devices.flat[0]
+        requested: Mapping[str, Any] = self._plan.options.get("compiler_options", {})
+        options = compiler_options.options_for(
+            device.platform, requested=requested, offloads=bool(self._treatments.offloaded)
+        )
+        compiled = self._built(traced, options, device.platform)
+        if device.platform not in ("gpu", "cuda"):
+            return compiled, False
+        if offset_audit.audit(compiled.as_text(), compiler_options=options).verdict in ("right", "not_applicable"):
+            return compiled, False
+        around = offset_audit.workaround(options)
+        again = self._built(traced, around, device.platform)
+        result = offset_audit.audit(again.as_text(), compiler_options=around)
+        offset_audit.require_right(result)
+        return again, result.verdict == "worked_around"
+
+    def _built(self, traced: Any, options: Mapping[str, Any], platform: str) -> Any:
+        try:
+            return traced.lower().compile(compiler_options=dict(options) or None)
+        except jax.errors.JaxRuntimeError as error:
+            raise compiler_options.explained(error, options, platform) from error
+
+    def figures(self, params: Any, optimizer_state: Any) -> StepFigures:
+        """What the compiled step holds.
+
+        Raises:
+            MemoptError: `no-step-yet`.
+        """
+        if self.last is None:
+            raise MemoptError.of("no-step-yet", "no step has run, so nothing was measured", hint="run one step first")
+        counted = self.last.host_bytes if self._layouts.mesh.devices.flat[0].platform == "cpu" else None
+        return step_figures(
+            self.last.compiled,
+            self.last.jaxpr,
+            params=params,
+            optimizer_state=optimizer_state,
+            counted_host_bytes=counted,
+        )
+
+    @property
+    def step_time_s(self) -> float | None:
+        """Median wall time of the steps after the first; None before there are two."""
+        times = [] if self.last is None else self.last.times_s[_SKIPPED_STEPS:]
+        return statistics.median(times) if times else None
+
+
+def verify_donation(given: tuple[Any, Any], returned: tuple[Any, Any]) -> None:
+    """Every donated array must come back with its shape and dtype, else its memory is not reused.
+
+    Raises:
+        MemoptError: `donation-fails`, one problem per array.
+    """
+    before, structure = jax.tree_util.tree_flatten_with_path(given)
+    after, other = jax.tree_util.tree_flatten_with_path(returned)
+    if structure != other:
+        raise MemoptError.of(
+            "step-changes-structure",
+            "the step returns parameters or optimizer state of another structure than it was given",
+            hint="return (params, opt_state, aux) with the same trees that came in",
+        )
+    problems = [
+        Problem(
+            "donation-fails",
+            f"comes in as {old.dtype}{list(old.shape)} and leaves the step as {new.dtype}{list(new.shape)}, "
+            "so its memory cannot be reused and both exist at once",
+            hint="cast it back before returning it",
+            path=jax.tree_util.keystr(path),
+        )
+        for (path, old), (_, new) in zip(before, after, strict=True)
+        if (old.shape, old.dtype) != (new.shape, new.dtype)
+    ]
+    if problems:
+        raise MemoptError(problems)
+
+
+def verify_program(jaxpr: Any, treatments: Treatments) -> None:
+    """What the policy asked for must be in the traced program.
+
+    Raises:
+        MemoptError: `user-remat-around-unit`, `offload-without-effect`.
+    """
+    enclosed = _enclosed_regions(jaxpr)
+    if enclosed:
+        raise user_remat_problem(sorted(enclosed)[0])
+    planned = sum(treatments.offloaded.values())
+    if treatments.offloaded and offloaded_bytes(jaxpr) == 0:
+        names = sorted(treatments.offloaded)
+        raise MemoptError.of(
+            "offload-without-effect",
+            f"the plan sends {len(names)} values ({planned} bytes per device) to the host, and the traced step sends none",
+            hint="the step must differentiate the model the policy was applied to, called through its `__call__`",
+            path=names[0],
+        )
+
+
+def user_remat_problem(unit: str) -> MemoptError:
+    """Two recomputations of one unit: the outer one would drop what the inner one keeps."""
+    return MemoptError.of(
+        "user-remat-around-unit",
+        f"`{unit}` is recomputed by the model's own remat as well as by the policy; "
+        "the outer one would drop what the policy keeps or offloads",
+        hint="take the remat (jax.checkpoint, nnx.remat, nn.remat) off this unit in the model and let the policy's "
+        "`recompute` rule do it, or leave the unit out of the policy's rules",
+        path=unit,
+    )
+
+
+def _enclosed_regions(jaxpr: Any) -> set[str]:
+    """Units whose region lies inside a checkpoint that is not ours."""
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        if is_checkpoint(eqn) and not is_region(eqn):
+            inside = [e.params["policy"].unit for nested in inner_jaxprs(eqn) for e in equations(nested) if is_region(e)]
+            found.update(inside)
+        for nested in inner_jaxprs(eqn):
+            found |= _enclosed_regions(nested)
+    return found
+
+
+def offloaded_bytes(jaxpr: Any, times: int = 1) -> int:
+    """Bytes of residuals that a program sends to the host, over the whole mesh.
+
+    Only copies of named values count: optimizer state on its way back is not a residual.
+    """
+    total = 0
+    named = {var for eqn in jaxpr.eqns if eqn.primitive.name in ("name", "reduce_precision") for var in eqn.outvars}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "device_put" and _goes_to_host(eqn) and eqn.invars[0] in named:
+            aval = eqn.invars[0].aval
+            total += times * aval.size * aval.dtype.itemsize
+        inner_times = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        total += sum(offloaded_bytes(nested, inner_times) for nested in inner_jaxprs(eqn))
+    return total
+
+
+def _goes_to_host(eqn: Any) -> bool:
+    return any(target == jax.memory.Space.Host for target in eqn.params["devices"])

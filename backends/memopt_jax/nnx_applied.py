@@ -1,0 +1,218 @@
+"""What `apply_policy` returns for a `flax.nnx` model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from memopt.applied import Check, Reference
+from memopt.errors import MemoptError
+from memopt.plan import Plan
+from memopt.spec import ModelSpec
+
+from . import nnx_apply
+from .applied import AppliedBase
+from .checking import Gradients, compare
+from .compiled import CompiledStep
+from .nnx_optimizer import PlacedOptimizer
+from .optimizer import transformation_of
+from .remat import Static
+from .treatments import without_residuals
+
+StepFunction = Callable[[Any, Any, Any], Any]
+
+
+class NnxApplied(AppliedBase):
+    """A `flax.nnx` model under a policy; `.model` is the object that was passed, changed in place."""
+
+    def __init__(self, model: nnx.Module, plan: Plan, spec: ModelSpec, *, mesh: Any, optimizer: Any) -> None:
+        super().__init__(plan, spec, mesh)
+        self.model = model
+        shardings = nnx_apply.parameter_shardings(model, plan, spec, self.layouts)
+        nnx_apply.configure_model(model, spec, self.treatments, self.layouts)
+        nnx_apply.place_parameters(model, shardings)
+        self._step: CompiledStep | None = None
+        self._step_fn: StepFunction | None = None
+        self._optimizer: nnx.Optimizer | None = None
+        if optimizer is not None:
+            self._repoint(optimizer)
+
+    def _repoint(self, optimizer: Any) -> None:
+        """Place the state of an optimizer made before the policy, keeping its values."""
+        if not isinstance(optimizer, nnx.Optimizer):
+            raise MemoptError.of(
+                "not-an-optimizer",
+                f"optimizer= takes an nnx.Optimizer, not a {type(optimizer).__name__}",
+                hint="make it after apply_policy with run.optimizer(optax.adamw(1e-3))",
+            )
+        placed = self.optimizer(optimizer.tx, wrt=optimizer.wrt)
+        from .shardings import place
+
+        values = nnx.state(optimizer)
+        nnx.update(placed, place(values, self.placement.state_shardings(values)))
+
+    def optimizer(self, cls_or_tx: Any, params: Any = None, **kw: Any) -> PlacedOptimizer:
+        """An `nnx.Optimizer` on the model's parameters, its state placed as the policy says.
+
+        Args:
+            cls_or_tx: An optax transformation, or a function that makes one from `kw`.
+            params: Filter of the variables to train; `nnx.Param` when left out.
+            kw: For `cls_or_tx`; `wrt` is the same as `params`.
+        """
+        wrt = kw.pop("wrt", nnx.Param if params is None else params)
+        tx = transformation_of(cls_or_tx, kw)
+        self._optimizer = PlacedOptimizer(
+            self.model, tx, wrt=wrt, placement=self.placement, update=self.update_of(tx)
+        )
+        return self._optimizer
+
+    def step(self, fn: StepFunction) -> Callable[[Any, Any, Any], Any]:
+        """`fn(model, optimizer, batch) -> aux` compiled with donation, memory kinds and compiler options.
+
+        Model and optimizer are updated in place; the batch is split over the mesh.
+        """
+        self._step_fn = fn
+        graphs: list[Any] = []
+
+        def pure(model_state: Any, optimizer_state: Any, batch: Any) -> tuple[Any, Any, Any]:
+            model, optimizer = nnx.merge(graphs[-1], model_state, optimizer_state)
+            aux = fn(model, optimizer, batch)
+            _, *states = nnx.split((model, optimizer), *_filters(optimizer))
+            return states[0], states[1], aux
+
+        compiled = CompiledStep(pure, plan=self.plan, layouts=self.layouts, treatments=self.treatments)
+        self._step = compiled
+
+        def run(model: Any, optimizer: Any, batch: Any) -> Any:
+            if not isinstance(optimizer, PlacedOptimizer):
+                raise MemoptError.of(
+                    "optimizer-not-placed",
+                    f"the step was given a {type(optimizer).__name__} that the policy knows nothing of",
+                    hint="use run.optimizer(optax.adamw(1e-3)), or pass it as apply_policy(..., optimizer=...)",
+                )
+            graph, first, second = nnx.split((model, optimizer), *_filters(optimizer))
+            graphs.append(graph)
+            self.before_step(batch)
+            first, second, aux = compiled(self._on_mesh(first), self._on_mesh(second), batch)
+            nnx.update((model, optimizer), first, second)
+            del graphs[:-1]
+            return aux
+
+        return run
+
+    def _on_mesh(self, state: Any) -> Any:
+        """Arrays that were never placed (random-number state, counters) as replicated ones."""
+        everywhere = self.layouts.replicated()
+        return jax.tree.map(lambda leaf: leaf if leaf.committed else jax.device_put(leaf, everywhere), state)
+
+    def check(self, batch: Any, *, reference: Reference = "auto", layout: bool = False) -> Check:
+        """Compare every gradient of one batch with the policy's residual and memory slots on and off.
+
+        The loss is that of the function given to `step`; nothing is updated, random-number state included.
+
+        Args:
+            batch: As for the step.
+            reference: `plain` keeps everything, `recompute` recomputes every unit; `auto` takes `plain`.
+            layout: Also compare with the unsharded model on one device.
+
+        Raises:
+            MemoptError: `check-needs-a-step`.
+        """
+        if self._step_fn is None or self._optimizer is None:
+            raise MemoptError.of(
+                "check-needs-a-step",
+                "the check takes its loss from the training step, and no step or optimizer was made yet",
+                hint="call run.optimizer(...) and run.step(fn) first",
+            )
+        against = "plain" if reference == "auto" else reference
+        ours = self._gradients(batch, None)
+        theirs = self._gradients(batch, against)
+        result = compare(ours, theirs, reference=against)
+        if layout and result.ok:
+            result = compare(ours, self._gradients(batch, "unsharded"), reference=against, is_reordered=True)
+        return result
+
+    def _gradients(self, batch: Any, reference: str | None) -> Gradients:
+        """Loss and gradients of one batch, from the step function with a tap in the optimizer's place."""
+        fn = self._step_fn
+        model, batch = self._reference_model(reference), self._reference_batch(batch, reference)
+        graph, state = nnx.split(model)
+        wrt = self._optimizer.wrt if self._optimizer is not None else nnx.Param
+
+        def pure(state: Any, batch: Any) -> tuple[Any, Any]:
+            model = nnx.merge(graph, state)
+            tap = _Tap(wrt)
+            if fn is None:
+                raise RuntimeError("no step function")
+            aux = fn(model, tap, batch)
+            return Static.split(aux)[0], tap.taken()
+
+        aux, gradients = jax.jit(pure)(state, batch)
+        paths, _ = jax.tree_util.tree_flatten_with_path(gradients)
+        named = {".".join(str(getattr(k, "key", k)) for k in path): jax.device_get(leaf) for path, leaf in paths}
+        return Gradients([jax.device_get(leaf) for leaf in aux], named)
+
+    def _reference_model(self, reference: str | None) -> Any:
+        graph, state = nnx.split(self.model)
+        if reference is None:
+            return nnx.merge(graph, state)
+        if reference == "unsharded":
+            state = jax.tree.map(lambda leaf: jax.device_put(leaf, self.layouts.mesh.devices.flat[0]), state)
+        copy = nnx.merge(graph, state)
+        nnx_apply.restore_model(copy)
+        if reference != "unsharded":
+            treatments = without_residuals(self.treatments, recompute=reference == "recompute")
+            nnx_apply.configure_model(copy, self.spec, treatments, self.layouts)
+        return copy
+
+    def _reference_batch(self, batch: Any, reference: str | None) -> Any:
+        if reference == "unsharded":
+            return jax.tree.map(lambda leaf: jax.device_put(leaf, self.layouts.mesh.devices.flat[0]), batch)
+        return self.place_batch(batch)
+
+    def figures(self) -> Any:
+        """Bytes, FLOPs and collectives of the compiled step, measured on the executable."""
+        if self._step is None or self._optimizer is None:
+            raise MemoptError.of("no-step-yet", "no step has run, so nothing was measured", hint="run one step first")
+        return self._step.figures(nnx.state(self.model), nnx.state(self._optimizer))
+
+    def _step_time_s(self) -> float | None:
+        return None if self._step is None else self._step.step_time_s
+
+
+def _filters(optimizer: Any) -> tuple[Any, Any]:
+    """Split (model, optimizer) into the model's variables and the optimizer's."""
+    from flax.nnx.training.optimizer import OptState
+
+    del optimizer
+    return (lambda path, value: not isinstance(value, OptState)), ...
+
+
+class _Tap:
+    """Stands in for the optimizer: takes the gradients and updates nothing."""
+
+    def __init__(self, wrt: Any) -> None:
+        self.wrt = wrt
+        self._gradients: Any = None
+
+    def update(self, model: Any, grads: Any, /, **_: Any) -> None:
+        """Keep the gradients."""
+        del model
+        self._gradients = nnx.as_pure(nnx.state(grads, self.wrt))
+
+    def taken(self) -> Any:
+        """The gradients of the one update.
+
+        Raises:
+            MemoptError: `step-without-update`.
+        """
+        if self._gradients is None:
+            raise MemoptError.of(
+                "step-without-update",
+                "the step function never called optimizer.update(model, grads), so there are no gradients to compare",
+                hint="call optimizer.update(model, grads) in the step function",
+            )
+        return self._gradients

@@ -1,0 +1,40 @@
+"""`nnx.Optimizer` whose state rests where the plan says and whose update is one fused step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optax
+from flax import nnx
+
+from .optimizer import StatePlacement, Update
+from .shardings import place
+
+
+class PlacedOptimizer(nnx.Optimizer):
+    """An `nnx.Optimizer`; `update(model, grads)` is called as usual."""
+
+    def __init__(
+        self, model: Any, tx: optax.GradientTransformation, *, wrt: Any, placement: StatePlacement, update: Update
+    ) -> None:
+        super().__init__(model, tx, wrt=wrt)
+        self._fused = nnx.static(update)
+        state = nnx.state(self)
+        nnx.update(self, place(state, placement.state_shardings(state)))
+
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> None:
+        """Update state and parameters in place; nothing is returned, because whole update trees need not exist.
+
+        Args:
+            model: The model given to `nnx.grad`.
+            grads: Its gradients.
+            kwargs: Not supported: transformations with extra arguments see none.
+        """
+        if kwargs:
+            raise TypeError(f"extra arguments {sorted(kwargs)} cannot be passed through the fused update")
+        params = nnx.as_pure(nnx.state(model, self.wrt))
+        gradients = nnx.as_pure(nnx.state(grads, self.wrt))
+        params, state = self._fused(gradients, nnx.as_pure(self.opt_state), params)
+        nnx.update(model, params)
+        nnx.update(self.opt_state, nnx.state(state))
+        self.step[...] += 1

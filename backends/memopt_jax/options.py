@@ -1,0 +1,27 @@
+"""`backend_options.jax` of a policy."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+CompilerValue = bool | int | float | str
+
+
+class Options(BaseModel):
+    """What only the JAX backend understands.
+
+    Attributes:
+        compiler_options: Given to the compiler of each step; XLA's own names, e.g.
+            `xla_gpu_enable_pipelined_host_offloading`. Unknown names are an error that names the nearest.
+        check: `first_step` compares the gradients with the policy on and off before the first step, and refuses to go on
+            when they differ.
+        optimizer: How offloaded optimizer state is updated: `stream` moves it layer by layer, `whole` all at once.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    compiler_options: dict[str, CompilerValue] = Field(default_factory=dict)
+    check: Literal["never", "first_step"] = "never"
+    optimizer: Literal["stream", "whole"] = "stream"

@@ -1,0 +1,241 @@
+"""From the plan's rows to what each module does: region policies, marks, and how weights are made ready for use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memopt.errors import MemoptError
+from memopt.plan import Plan, PlanRow, PlanUnit, Residual
+from memopt.spec import ModelSpec
+
+from .naming import mark_name
+from .remat import Region, StackPolicy, UnitPolicy
+from .shardings import Layouts
+from .weights import GATHERED, WEIGHT_PRIMITIVES, WeightPlan
+
+
+@dataclass(frozen=True)
+class Treatments:
+    """What the backend does to a model.
+
+    Attributes:
+        regions: Module path (`*` for a scanned stack's index) -> its region.
+        active: Paths whose values are marked.
+        batched: Module paths whose outputs keep the batch split over the mesh.
+        cut: Whether a scanned stack's layers are treated differently.
+        offloaded: Path (indexed) -> planned host bytes of one device.
+    """
+
+    regions: Mapping[str, Region]
+    active: frozenset[str]
+    batched: frozenset[str]
+    cut: bool
+    offloaded: Mapping[str, int]
+
+
+class Template:
+    """Paths of scanned stacks with and without the layer's index."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._scanned = {stack.path: stack.length for stack in spec.stacks if stack.kind == "scan"}
+
+    def split(self, path: str) -> tuple[str, int | None]:
+        """`layers.3.mlp` of a scanned stack to (`layers.*.mlp`, 3); other paths stay.
+
+        A path of which only the stack is known (`layers`) belongs to the stack's parent and stays too.
+        """
+        for stack in self._scanned:
+            if path.startswith(stack + "."):
+                index, _, rest = path[len(stack) + 1 :].partition(".")
+                number, bracket, tail = index.partition("[")
+                if number.isdigit():
+                    return f"{stack}.*" + (f"[{tail}" if bracket else "") + (f".{rest}" if rest else ""), int(number)
+        return path, None
+
+    def label(self, path: str) -> str:
+        """The path with `*` for the index of a scanned stack."""
+        return self.split(path)[0]
+
+    def marked(self, path: str) -> str:
+        """The label of a module path that carries no index (`layers.mlp` to `layers.*.mlp`)."""
+        stack = next((s for s in self._scanned if path == s or path.startswith(s + ".")), None)
+        return path if stack is None else f"{stack}.*{path[len(stack) :]}"
+
+    def length(self, label: str) -> int | None:
+        """Layers of the scanned stack a label lies in, or None."""
+        return next((length for stack, length in self._scanned.items() if label.startswith(f"{stack}.*")), None)
+
+
+def treatments_of(plan: Plan, spec: ModelSpec, layouts: Layouts) -> Treatments:
+    """Work out every region of a plan."""
+    template = Template(spec)
+    weights = _weights(plan, template, layouts)
+    by_label = _units_by_label(plan, template)
+    regions: dict[str, Region] = {}
+    active: set[str] = set()
+    for label, units in by_label.items():
+        length = template.length(label)
+        policies = _policies(label, units, length, plan, template)
+        own_weights = _below(label, weights)
+        active.update(name for policy in policies for name in _marked_paths(policy))
+        policy: UnitPolicy | StackPolicy | None = policies[0]
+        if len(set(policies)) > 1:
+            policy = StackPolicy(label, tuple(policies))
+        elif not units[0][1].region and not own_weights:
+            policy = None
+        if policy is not None:
+            regions[label] = Region(policy, prevent_cse=length is None or length == 1, weights=tuple(own_weights.items()))
+    claimed = tuple(regions)
+    for label, plans in _by_module(weights).items():
+        if not any(label == unit or label.startswith(unit + ".") for unit in claimed):
+            regions[label] = Region(None, prevent_cse=True, weights=tuple(plans.items()))
+    return Treatments(
+        regions=regions,
+        active=frozenset(active),
+        batched=frozenset(_batched(plan, template, by_label)),
+        cut=any(isinstance(region.policy, StackPolicy) for region in regions.values()),
+        offloaded={
+            row.path: row.nbytes or 0 for row in plan.rows if row.role == "activation" and row.residual == "offload"
+        },
+    )
+
+
+def _units_by_label(plan: Plan, template: Template) -> dict[str, list[tuple[int | None, PlanUnit]]]:
+    found: dict[str, list[tuple[int | None, PlanUnit]]] = {}
+    for unit in plan.units:
+        for member in unit.members:
+            label, index = template.split(member)
+            found.setdefault(label, []).append((index, unit))
+    return found
+
+
+def _policies(
+    label: str, units: Sequence[tuple[int | None, PlanUnit]], length: int | None, plan: Plan, template: Template
+) -> list[UnitPolicy]:
+    """One policy per layer of a scanned stack; a single one elsewhere. Layers that are no unit keep everything."""
+    rows = _rows_by_unit(plan)
+    if length is None:
+        return [_unit_policy(label, units[0][1], rows.get(units[0][1].name, ()), template)]
+    policies = [UnitPolicy(label, unnamed="keep")] * length
+    for index, unit in units:
+        if index is not None:
+            policies[index] = _unit_policy(label, unit, rows.get(unit.name, ()), template)
+    return policies
+
+
+def _rows_by_unit(plan: Plan) -> dict[str | None, list[PlanRow]]:
+    rows: dict[str | None, list[PlanRow]] = {}
+    for row in plan.rows:
+        if row.role == "activation":
+            rows.setdefault(row.unit, []).append(row)
+    return rows
+
+
+def _unit_policy(label: str, unit: PlanUnit, rows: Sequence[PlanRow], template: Template) -> UnitPolicy:
+    unnamed: Residual = unit.unnamed_residual if unit.region else "keep"
+    names: dict[str, Residual] = {}
+    ops: dict[str, Residual] = {}
+    for row in rows:
+        residual = row.residual or "keep"
+        inside = template.label(row.path)
+        if not _is_within(inside, label) or (residual == unnamed and row.checkpoint_name is None):
+            continue
+        if row.path.endswith(">"):
+            if row.op is not None:
+                ops[row.op] = residual
+            continue
+        names[mark_name(inside)] = residual
+        if row.checkpoint_name is not None:
+            if names.get(row.checkpoint_name, residual) != residual:
+                raise MemoptError.of(
+                    "name-used-twice",
+                    f"`{row.checkpoint_name}` names several values of `{unit.name}`, and the rules treat them differently",
+                    hint="give the values different checkpoint_names, or the same rule",
+                    path=row.path,
+                )
+            names[row.checkpoint_name] = residual
+    if unit.reshard_after_forward is False:
+        names[GATHERED] = "keep"
+    return UnitPolicy(
+        unit=label,
+        names=tuple(sorted(names.items())),
+        ops=tuple(sorted(ops.items())),
+        unnamed=unnamed,
+        never_kept=WEIGHT_PRIMITIVES if unnamed == "keep" else frozenset(),
+    )
+
+
+def _is_within(path: str, label: str) -> bool:
+    return path == label or path.startswith((label + ".", label + "["))
+
+
+def _marked_paths(policy: UnitPolicy) -> list[str]:
+    from .naming import marked_path
+
+    return [path for name, _ in policy.names if (path := marked_path(name)) is not None]
+
+
+def _weights(plan: Plan, template: Template, layouts: Layouts) -> dict[str, WeightPlan]:
+    """Parameter label -> how it is made ready; parameters that are used as they rest are left out."""
+    dtype = plan.precision.get("compute")
+    found: dict[str, WeightPlan] = {}
+    in_units = {template.label(member) for unit in plan.units for member in unit.members}
+    for row in plan.rows_of("param"):
+        label, index = template.split(row.path)
+        gathers = bool(row.layout) and any(_is_within(label, unit) for unit in in_units)
+        own = layouts.of_layer(row) if gathers else None
+        plan_of_row = WeightPlan(
+            fetch=row.memory_kind == "pinned_host",
+            dtype=dtype if dtype not in (None, row.dtype) and _is_floating(row) else None,
+            used=None if own is None else own.used,
+            rests=None if own is None else own.rests,
+        )
+        if found.setdefault(label, plan_of_row) != plan_of_row:
+            raise MemoptError.of(
+                "stack-parameters-differ",
+                f"`{label}` is one array for all layers of a scanned stack, and the rules place its layers differently",
+                hint="give all layers of the stack the same shard and offload rules for parameters, "
+                "or build the layers in a Python list",
+                path=row.path,
+            )
+    return {label: weight for label, weight in found.items() if weight != WeightPlan()}
+
+
+def _is_floating(row: PlanRow) -> bool:
+    return row.dtype is not None and "float" in row.dtype
+
+
+def _below(label: str, weights: Mapping[str, WeightPlan]) -> dict[str, WeightPlan]:
+    return {path[len(label) + 1 :]: weight for path, weight in weights.items() if path.startswith(label + ".")}
+
+
+def _by_module(weights: Mapping[str, WeightPlan]) -> dict[str, dict[str, WeightPlan]]:
+    found: dict[str, dict[str, WeightPlan]] = {}
+    for path, weight in weights.items():
+        module, _, name = path.rpartition(".")
+        found.setdefault(module, {})[name] = weight
+    return found
+
+
+def _batched(plan: Plan, template: Template, units: Mapping[str, Any]) -> set[str]:
+    """Units, and modules outside units that hold sharded parameters: where the compiler might move the split off the batch."""
+    sharded = {template.label(row.path.rpartition(".")[0]) for row in plan.rows_of("param") if row.layout}
+    outside = {path for path in sharded if not any(_is_within(path, unit) for unit in units)}
+    return outside | (set(units) if sharded else set())
+
+
+def without_residuals(treatments: Treatments, *, recompute: bool) -> Treatments:
+    """The same layout with nothing offloaded: everything recomputed, or everything kept.
+
+    The reference of `Applied.check`: gathers and casts stay, as they belong to the layout.
+    """
+    regions = {}
+    for label, region in treatments.regions.items():
+        policy = region.policy
+        if policy is not None:
+            keeps = UnitPolicy(label, unnamed="keep", never_kept=WEIGHT_PRIMITIVES)
+            policy = UnitPolicy(label) if recompute else (keeps if region.weights else None)
+        regions[label] = replace(region, policy=policy)
+    return replace(treatments, regions=regions, active=frozenset(), cut=False, offloaded={})
