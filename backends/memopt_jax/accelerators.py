@@ -34,6 +34,6 @@ def import_jax() -> ModuleType:
     """
     import jax
 
-    if not present() and not jax.config.jax_platforms:
+    if not present() and not getattr(jax.config, "jax_platforms", None):
         jax.config.update("jax_platforms", "cpu")
     return jax

@@ -71,6 +71,7 @@ class CompiledStep:
         compiled_flops: Matrix products of the compiled program.
         audit: The recorded offsets.
         overlap: `overlap.OverlapReport`, or None where the schedule cannot be read (the CPU, an unknown link).
+        link_is_known: False where the target's host link is not published: no seconds of `overlap` mean anything.
         collectives: Kind -> count and bytes.
         compiler_options: What it was compiled with.
         text: The compiled program, where asked for.
@@ -89,8 +90,9 @@ class CompiledStep:
     jaxpr_flops: float | None = None
     plain_flops: float | None = None
     compiled_flops: float | None = None
-    audit: AuditResult = AuditResult("not_applicable")
+    audit: AuditResult = field(default_factory=lambda: AuditResult("not_applicable"))
     overlap: Any = None
+    link_is_known: bool = True
     collectives: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
     text: str | None = None
@@ -174,26 +176,24 @@ def _run(
     request: Request,
 ) -> _Words:
     words = _Words(deque(maxlen=_LAST_WORDS), [], 0)
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace",
-    )  # fmt: skip
-    reader = threading.Thread(target=_listen, args=(process.stdout, words, progress), daemon=True)
-    reader.start()
-    try:
-        words.returncode = process.wait(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        raise MemoptError.of(
-            "compiler-timeout",
-            f"compiling for `{request.target.name}` took more than {timeout_s:.0f} s and was stopped; it was at: "
-            + (words.lines[-1] if words.lines else "its start"),
-            hint="give it more time, or plan fewer layers to see what takes it",
-        ) from None
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        reader.join(timeout=5)
+    ) as process:  # fmt: skip
+        reader = threading.Thread(target=_listen, args=(process.stdout, words, progress), daemon=True)
+        reader.start()
+        try:
+            words.returncode = process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise MemoptError.of(
+                "compiler-timeout",
+                f"compiling for `{request.target.name}` took more than {timeout_s:.0f} s and was stopped; it was at: "
+                + (words.lines[-1] if words.lines else "its start"),
+                hint="give it more time, or plan fewer layers to see what takes it",
+            ) from None
+        finally:
+            process.kill()  # does nothing to a process that has ended
+            reader.join()
     return words
 
 

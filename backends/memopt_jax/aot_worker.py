@@ -15,14 +15,19 @@ import re
 import resource
 import sys
 import time
+import traceback
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from memopt.errors import MemoptError
 
 from . import attribution, compiler_options, flops, hlo, offset_audit, overlap, topology
 from .aot import PROGRESS_PREFIX, CompiledStep, MemoryFigures, Request
+
+NOMINAL_LINK_BYTES_PER_S = 10e9
 
 _PLATFORM = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}
 _NO_MEMORY = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM|Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm")
@@ -32,11 +37,26 @@ _UNIT = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def main(asked: str, answered: str) -> None:
     """Answers one request; a `MemoptError` is an answer too."""
     request: Request = pickle.loads(Path(asked).read_bytes())
+    sys.excepthook = partial(_tell_fault, Path(answered))
     try:
         answer: Any = compile_request(request)
     except MemoptError as error:
         answer = error
     Path(answered).write_bytes(pickle.dumps(answer))
+
+
+def _tell_fault(answered: Path, kind: type[BaseException], fault: BaseException, trace: TracebackType | None) -> None:
+    """Turns an error of the user's model (or ours) into an answer that names the place."""
+    frames = traceback.extract_tb(trace)
+    theirs = [frame for frame in frames if "site-packages" not in frame.filename and "/jax/" not in frame.filename]
+    frame = (theirs or frames)[-1]
+    error = MemoptError.of(
+        "step-failed",
+        f"the step could not be built: {kind.__name__}: {fault}",
+        hint=f"it was raised at {frame.filename}:{frame.lineno} in `{frame.name}`",
+    )
+    answered.write_bytes(pickle.dumps(error))
+    traceback.print_exception(kind, fault, trace)
 
 
 def compile_request(request: Request) -> tuple[CompiledStep, ...]:
@@ -148,11 +168,11 @@ def _with_schedule(result: CompiledStep, module: hlo.Module, request: Request) -
     if target.kind == "cpu" or not module.is_scheduled:
         return result
     link = request.link_bytes_per_s or target.host_link_bytes_per_s
-    if link is None:
-        # Bytes and synchronous transfers are known without a rate; seconds are not, and are dropped later.
-        link = math.inf
-    report = overlap.read(module, target, rates=overlap.rates_of(target, host_link_bytes_per_s=link))
-    return _with(result, overlap=report, collectives=report.collectives)
+    # Bytes and synchronous transfers need no rate. Where it is not published any will do to walk the schedule, and
+    # `link_is_known` keeps the seconds from being shown.
+    rates = overlap.rates_of(target, host_link_bytes_per_s=link or NOMINAL_LINK_BYTES_PER_S)
+    report = overlap.read(module, target, rates=rates)
+    return _with(result, overlap=report, collectives=report.collectives, link_is_known=link is not None)
 
 
 def figures(analysis: Any) -> tuple[MemoryFigures, MemoryFigures]:
@@ -164,7 +184,8 @@ def figures(analysis: Any) -> tuple[MemoryFigures, MemoryFigures]:
     if analysis is None:
         raise MemoptError.of("no-memory-figures", "the compiler reports no memory figures for this program")
     device, host = (
-        MemoryFigures(*(getattr(analysis, f"{space}{part}_size_in_bytes") for part in _PARTS)) for space in ("", "host_")
+        MemoryFigures(*(getattr(analysis, f"{space}{part}_size_in_bytes") for part in _PARTS))
+        for space in ("", "host_")
     )
     if device.total <= 0:
         raise MemoptError.of("no-memory-figures", "the compiler reports 0 bytes for this program, which cannot be")

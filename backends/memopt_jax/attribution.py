@@ -63,7 +63,7 @@ def require_effect(result: CompiledStep, target: Target) -> None:
         return
     raise MemoptError.of(
         "offload-without-effect",
-        f"the plan sends {result.planned_host_bytes} bytes per device to the host, and the compiled program keeps 0 there",
+        f"the plan sends {result.planned_host_bytes} bytes per device to the host, the compiled program keeps 0 there",
         hint="name the layer's input (`layers.*.input`) or a value inside the layer rather than the layer's output: "
         "what a scan carries out is not offloaded",
     )
@@ -89,15 +89,30 @@ def _written(body: Computation) -> set[int]:
     return changed
 
 
+def _origin(computation: Computation, item: Instruction | None) -> Instruction | None:
+    """The instruction a buffer comes from, through what renames it and through peeled writes into it."""
+    while item is not None:
+        first = computation.operand(item, 0)
+        passes_on = item.opcode in _RENAMES or item.opcode.endswith("-done")
+        if not passes_on and item.opcode.removesuffix("-start") in _WRITES and first is not None:
+            passes_on = bool(set(first.arrays) & set(item.arrays))
+        if not passes_on:
+            return item
+        item = first
+    return None
+
+
+_WRITES = frozenset(("dynamic-update-slice", "fusion", "async"))
+_RENAMES = frozenset(("bitcast", "copy", "reshape", "optimization-barrier", "copy-start"))
+
+
 def _read_by_loops(computation: Computation, loops: list[Instruction]) -> set[tuple[str, int]]:
     """(loop, position) of results that a later loop is given."""
     read: set[tuple[str, int]] = set()
     for loop in loops:
         start = computation.operand(loop, 0)
         for name in start.operands if start is not None else ():
-            item = computation.by_name.get(name)
-            while item is not None and item.opcode in ("bitcast", "copy", "reshape", "optimization-barrier"):
-                item = computation.operand(item, 0)
+            item = _origin(computation, computation.by_name.get(name))
             if item is not None and item.opcode == "get-tuple-element":
                 source = computation.operand(item, 0)
                 if source is not None and source.opcode == "while" and source.index < loop.index:
