@@ -124,6 +124,12 @@ class Ledger:
         if index is not None:
             self.records[index].role = role
 
+    def mark_host(self, storage: torch.UntypedStorage) -> None:
+        """A storage known already stands for host memory (from its birth on)."""
+        index = self._known.get(storage._cdata)
+        if index is not None:
+            self.records[index].is_host = True
+
     def close(self) -> None:
         """Stop counting; what lives on has survived the step."""
         self._is_open = False

@@ -45,6 +45,7 @@ _COLLECTIVES = {
 }
 # Buffers that stand for host memory although the CPU has only one kind: registered by whoever offloads into them.
 _host_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+_running: list[StepMeter] = []
 
 
 def register_host_storage(tensor: torch.Tensor) -> None:
@@ -52,6 +53,14 @@ def register_host_storage(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     key = storage._cdata
     _host_storages[key] = weakref.ref(storage, lambda _, key=key: _host_storages.pop(key, None))
+    for meter in _running:
+        meter.ledger.mark_host(storage)
+
+
+def note_role(tensor: torch.Tensor, role: Role) -> None:
+    """Tell a measurement under way what a storage it has just seen is for; nothing happens without one."""
+    for meter in _running:
+        meter.ledger.mark(tensor.untyped_storage(), role)
 
 
 def is_host_storage(storage: torch.UntypedStorage) -> bool:
@@ -208,9 +217,11 @@ class StepMeter(TorchDispatchMode):
             self._follow_modules()
         self.ledger.enter("forward")
         super().__enter__()
+        _running.append(self)
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
+        _running.remove(self)
         super().__exit__(*exc_info)
         for undo in reversed(self._undo):
             undo()

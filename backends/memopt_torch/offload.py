@@ -23,7 +23,7 @@ from memopt.errors import MemoptError
 from memopt.plan import Plan
 
 from .host_pool import Chunk, HostPool
-from .measure import is_wrapper_type
+from .measure import is_wrapper_type, note_role
 from .streams import Streams, Ticket, streams_for
 from .values import IGNORED, Naming, Recording, Wanted, detached, name_inputs, said_of, storage_keys
 
@@ -113,6 +113,7 @@ class Parcel:
         self.ticket = self.transfers.streams.to_device(self._host_view(self._base), self._base, after=self.chunk.last)
         self.chunk.last = self.ticket
         self._is_ready = False
+        note_role(self._base, "activation")
         self.transfers.to_device_bytes += self._base.numel() * self._base.element_size()
 
     def base(self) -> torch.Tensor:
@@ -326,6 +327,7 @@ class SavedRegion:
     ) -> None:
         self._module, self._path, self._wanted, self._paths, self._transfers = module, path, wanted, paths, transfers
         self._patterns: dict[Any, _Pattern] = {}
+        self.used: set[int] = set()
 
     def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's own forward with its saved tensors watched."""
@@ -392,8 +394,9 @@ class SavedRegion:
             return False
         if number not in recording.maker and not recording.names.get(number):
             return False  # made elsewhere and without a name here: weights, tables, masks
-        is_own = number in recording.maker
-        return said_of(number, recording, self._wanted, is_own=is_own)[1] == "offload"
+        rule, residual = said_of(number, recording, self._wanted, is_own=number in recording.maker)
+        self.used.add(rule)
+        return residual == "offload"
 
     def _unpack(self, call: _Call) -> Callable[[Any], torch.Tensor]:
         def unpack(packed: Any) -> torch.Tensor:

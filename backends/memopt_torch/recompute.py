@@ -7,6 +7,7 @@ gathered. Nothing else of the model changes: no module is wrapped or renamed.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -41,6 +42,7 @@ class Region:
         paths: Identity of each module below -> canonical path.
         transfers: Copies to and from host memory, shared by all regions of the model.
         told: Warnings given already, shared by all regions.
+        used: Numbers of the rules by which something is held.
     """
 
     module: nn.Module
@@ -49,7 +51,9 @@ class Region:
     paths: Mapping[int, str]
     transfers: Transfers
     told: set[str] = field(default_factory=set)
+    used: set[int] = field(default_factory=set)
     mode: Mode = "policy"
+    before: Callable[[], None] = lambda: None
     _learnt: dict[Any, _Learnt] = field(default_factory=dict)
     _saved: SavedRegion = field(init=False)
     _original: Callable[..., Any] = field(init=False)
@@ -67,6 +71,10 @@ class Region:
         forward.__wrapped__ = original  # type: ignore[attr-defined]  # inspect.signature follows it
         self.module.forward = forward
 
+    def used_rules(self) -> set[int]:
+        """Numbers of the rules by which anything of this region has been held so far."""
+        return self.used | self._saved.used
+
     def remove(self) -> None:
         """Give the module its own forward back."""
         if self._had_own_forward:
@@ -77,10 +85,15 @@ class Region:
     def _forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or self.mode == "plain":
             return original(*args, **kwargs)
+        if self.wanted.can_recompute or self.mode == "recompute":
+            if not self.module.training and _has_cache(args, kwargs):
+                return original(*args, **kwargs)  # generation: nothing will run backward through a growing cache
+            args, kwargs = self._without_cache(args, kwargs)
         _refuse_outer_checkpoint(self.path)
         refuse_own_checkpointing(self.module, self.path, is_deep=False)
         if self.mode == "recompute":
             return _checkpointed(original, args, kwargs)
+        self.before()
         if not self.wanted.can_recompute:
             return self._saved.forward(original, args, kwargs)
         return self._recomputed(original, args, kwargs)
@@ -108,6 +121,19 @@ class Region:
             self._learnt.pop(key, None)
         return out
 
+    def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A key-value cache would be updated a second time; training has no use for it (Transformers drops it too)."""
+        if not _has_cache(args, kwargs):
+            return args, kwargs
+        text = "the key-value cache is not kept while training with recomputation; load the model with use_cache=False"
+        if text not in self.told:
+            self.told.add(text)
+            warnings.warn(text, MemoptWarning, stacklevel=2)
+        kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        if kept.get("use_cache"):
+            kept["use_cache"] = False
+        return tuple(None if _is_cache(value) else value for value in args), kept
+
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, _ = tree_flatten((args, kwargs))
         needs = tuple(leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -118,6 +144,7 @@ class Region:
     def _learn(self, recording: Recording, naming: Naming) -> _Learnt:
         refuse_missing(self.wanted, recording, naming, self.path)
         decision = decide(recording, self.wanted)
+        self.used |= decision.rules
         for text in decision.warnings:
             if text not in self.told:
                 self.told.add(text)
@@ -154,6 +181,7 @@ class Region:
                 rows = [said[name] for name in names if name in said]
                 if rows and min(rows)[1] == "offload":
                     sent.add(id(tensor))
+                    self.used.add(min(rows)[0])
         if not sent:
             yield
             return
@@ -225,16 +253,21 @@ def _own_buffers(buffers: _Buffers) -> Iterator[None]:
 
 
 def refuse_missing(wanted: Wanted, recording: Recording, naming: Naming, path: str) -> None:
-    """A value the plan holds by name must exist in the forward just recorded, if its module ran at all.
+    """Of the values a rule holds by name one at least must exist in the forward just recorded, if its modules ran.
 
     Raises:
-        MemoptError: `value-not-found`, one problem a value.
+        MemoptError: `value-not-found`, one problem a value; `own-checkpointing`.
     """
+    if naming.checkpointed:
+        raise _own_checkpointing(
+            sorted(naming.checkpointed)[0], "the model calls this module in a checkpoint of its own"
+        )
     seen = {name for names in recording.names.values() for name in names}
+    found_something = {rule for name, rule in wanted.pseudo.items() if name in seen}
     problems = []
     for name, rule in wanted.pseudo.items():
         parent = name.rpartition(".")[0]
-        if name not in seen and (parent == path or parent in naming.called):
+        if rule not in found_something and (parent == path or parent in naming.called):
             problems.append(
                 Problem(
                     code="value-not-found",
@@ -246,6 +279,15 @@ def refuse_missing(wanted: Wanted, recording: Recording, naming: Naming, path: s
             )
     if problems:
         raise MemoptError(problems)
+
+
+def _is_cache(value: Any) -> bool:
+    caches = sys.modules.get("transformers.cache_utils")
+    return caches is not None and isinstance(value, caches.Cache)
+
+
+def _has_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return any(_is_cache(value) for value in (*args, *kwargs.values()))
 
 
 # A user's own checkpointing.
@@ -349,4 +391,36 @@ def install(model: nn.Module, plan: Plan, engine: Any = None) -> Regions:
         if getattr(module, "gradient_checkpointing", False) is True and any(unit.region for unit in plan.units):
             raise _own_checkpointing(type(module).__name__, "the model's own gradient checkpointing is on")
     transfers = Transfers(settings_of(plan), engine)
-    return Regions(model, plan, tuple(_regions(model, plan, transfers)), transfers)
+    regions = tuple(_regions(model, plan, transfers))
+    if regions:
+        regions[0].before = _Idle(plan, regions)
+    return Regions(model, plan, regions, transfers)
+
+
+class _Idle:
+    """Tells, when the second step begins, of rules that have held nothing in the first."""
+
+    def __init__(self, plan: Plan, regions: tuple[Region, ...]) -> None:
+        order = {name: index for index, name in enumerate(plan.rule_order)}
+        units = {unit.name for unit in plan.units if unit.region}
+        self._rules = {
+            row.rule: order.get(row.rule, len(order))
+            for row in plan.rows_of("activation")
+            if row.rule is not None and row.unit in units and row.residual in ("keep", "offload")
+        }
+        self._regions = regions
+        self._num_calls = 0
+
+    def __call__(self) -> None:
+        self._num_calls += 1
+        if self._num_calls != 2:
+            return
+        used = {number for region in self._regions for number in region.used_rules()}
+        for rule, number in self._rules.items():
+            if number not in used:
+                warnings.warn(
+                    f"rule `{rule}` has held nothing: autograd keeps none of the values it names for the backward "
+                    "pass, and nothing is recomputed from them; take it out, or name the value that is saved instead",
+                    MemoptWarning,
+                    stacklevel=2,
+                )

@@ -8,11 +8,14 @@ autograd does not need, and no recomputation starts from, are never held, whatev
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -21,9 +24,13 @@ from memopt.plan import Plan, PlanUnit, Residual
 from .measure import plain_tensors
 
 aten = torch.ops.aten
+_HERE = Path(__file__).parent
+_PACKAGE_REGIONS = (str(_HERE / "recompute.py"), str(_HERE / "offload.py"))
 # Checkpointing inserts its own detaches, a different number in the forward and in the recomputation.
 IGNORED = frozenset({aten.detach.default, torch.ops.prim.device.default})
 _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm", "_int_mm"})
+# These overwrite their running statistics when training, and their schemas do not say so.
+_BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 # What these projections take has a name of its own (Transformers' module names, all families).
 _TAKES = {"down_proj": "act", "o_proj": "attn_out"}
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "fsdp"})
@@ -223,6 +230,8 @@ class Recording:
 
 def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments an operator overwrites."""
+    if func._overloadpacket.__name__ in _BATCH_NORMS:
+        return [statistic for statistic in args[3:5] if statistic is not None] if args[5] else []
     if not func._schema.is_mutable:
         return []
     found = []
@@ -308,11 +317,9 @@ def decide(recording: Recording, wanted: Wanted) -> Decision:
                 needed.update(op.reads)
             continue
         outs = {leaf: number for leaf, number in enumerate(op.makes) if number is not None and number in needed}
-        stored: dict[int, Residual] = {
-            leaf: label[n] for leaf, n in outs.items() if label[n] != "recompute" and n not in refused
-        }
+        stored = {leaf: label[n] for leaf, n in outs.items() if label[n] != "recompute" and n not in refused}
         if stored:
-            held[index] = stored
+            held[index] = cast("dict[int, Residual]", stored)
         can_hold = {number for number in op.writes if label.get(number, "recompute") != "recompute"} - refused
         if len(stored) < len(outs) or needed & set(op.writes) - can_hold:
             live.add(index)
@@ -388,6 +395,7 @@ class Naming:
         self._stack: list[str] = []
         self._num_products: dict[str, int] = {}
         self.called: set[str] = set()
+        self.checkpointed: set[str] = set()
         self._handles: list[Any] = []
 
     def __enter__(self) -> Naming:
@@ -410,6 +418,8 @@ class Naming:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._stack.append(path)
             self.called.add(path)
+            if _is_in_checkpoint():
+                self.checkpointed.add(path)
             name_inputs(self._recording, path, module, args, kwargs)
 
         return hook
@@ -447,6 +457,16 @@ class Naming:
         for leaf in leaves[1:]:
             if leaf.numel():
                 self._recording.name(f"{path}.attn_stats", leaf)
+
+
+def _is_in_checkpoint() -> bool:
+    """Whether a checkpoint of the model's own lies between a module and the unit it is part of."""
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE_REGIONS):
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def tensor_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
