@@ -73,6 +73,9 @@ class MemoptWarning(UserWarning):
     """Something works but costs more, or does less, than the policy's author is likely to expect."""
 
 
+_CLOSE = 0.1
+
+
 def did_you_mean(got: str, allowed: Sequence[str], *, limit: int = 3) -> str | None:
     """A hint that names the nearest allowed spellings, or None where nothing is near.
 
@@ -82,7 +85,10 @@ def did_you_mean(got: str, allowed: Sequence[str], *, limit: int = 3) -> str | N
     'did you mean `DecoderBlock`?'
     """
     by_folded = {name.casefold(): name for name in allowed}
-    near = difflib.get_close_matches(got.casefold(), list(by_folded), n=limit, cutoff=0.6)
+    folded = got.casefold()
+    near = difflib.get_close_matches(folded, list(by_folded), n=limit, cutoff=0.6)
     if not near:
         return None
+    ratios = {name: difflib.SequenceMatcher(None, name, folded).ratio() for name in near}
+    near = [name for name in near if ratios[name] >= ratios[near[0]] - _CLOSE]  # the far ones would only distract
     return "did you mean " + " or ".join(f"`{by_folded[name]}`" for name in near) + "?"

@@ -156,7 +156,7 @@ class Plan:
     def to_json(self, *, indent: int | None = None) -> str:
         """Sorted JSON, the same on every rank."""
         data = asdict(self)
-        data["rows"].sort(key=lambda row: (row["path"], row["role"]))
+        data["rows"] = sorted(data["rows"], key=lambda row: (row["path"], row["role"]))
         return json.dumps(data, indent=indent, sort_keys=True)
 
     @classmethod

@@ -10,8 +10,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, PrivateAttr, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PrivateAttr,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 Role = Literal["param", "grad", "optimizer_state", "activation"]
 Op = Literal["matmul", "attention", "topk", "random"]
@@ -42,7 +52,15 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value)
 
 
-_Many = Annotated[tuple[T, ...], BeforeValidator(_as_tuple, json_schema_input_type=T | list[T])]
+class _ValueOrList:
+    """In the JSON Schema: a value, or a list of such values that says nothing twice."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        items = handler(schema)["items"]
+        return {"anyOf": [items, {"type": "array", "items": items, "minItems": 1, "uniqueItems": True}]}
+
+
+_Many = Annotated[tuple[T, ...], BeforeValidator(_as_tuple), _ValueOrList()]
 _Glob = Annotated[str, Field(min_length=1)]
 _Index = Annotated[int, Field(ge=0)]
 _Fraction = Annotated[float, Field(gt=0, le=1)]

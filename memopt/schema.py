@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from .policy import Policy
@@ -17,7 +18,7 @@ def policy_schema() -> dict[str, Any]:
 
 
 def _tidy(node: Any) -> None:
-    """Drop generated titles, which editors show instead of the key, and `null`, which the loader refuses."""
+    """Drop what editors show in the way: generated titles, `null` (which the loader refuses), pydantic's own keywords."""
     if isinstance(node, list):
         for entry in node:
             _tidy(entry)
@@ -33,7 +34,16 @@ def _tidy(node: Any) -> None:
             node.pop("default", None) if node.get("default", 0) is None else None
             del node["anyOf"]
             node |= kept[0] if len(kept) == 1 else {"anyOf": kept}
+    node.pop("ge", None)
     if isinstance(node.get("description"), str):
-        node["description"] = node["description"].partition("\n\nAttributes:")[0].strip()
+        node["description"], _, attributes = (part.strip() for part in node["description"].partition("\n\nAttributes:"))
+        _describe(node.get("properties", {}), attributes)
     for entry in node.values():
         _tidy(entry)
+
+
+def _describe(properties: dict[str, Any], attributes: str) -> None:
+    """What a class says of its attributes, at each property."""
+    for name, text in re.findall(r"^ *(\w+): (.*?)(?=^ *\w+: |\Z)", attributes, re.MULTILINE | re.DOTALL):
+        if name in properties:
+            properties[name] = {"description": " ".join(text.split()), **properties[name]}

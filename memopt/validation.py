@@ -161,7 +161,7 @@ def _value_at(path: Path, data: Any) -> Any:
 def _shown(value: Any) -> str:
     if value is None:
         return "nothing (the key has no value)"
-    text = {True: "true", False: "false"}.get(value, None) if isinstance(value, bool) else None
+    text = {True: "true", False: "false"}.get(value) if isinstance(value, bool) else None
     shown = text or (value if isinstance(value, str) else repr(value))
     return f"`{shown if len(shown) <= 60 else shown[:57] + '...'}`"
 

@@ -91,12 +91,12 @@ def _own_inputs(policy: Policy, i: int, unreached: Sequence[Entry], spec: ModelS
     named = [entry for entry in unreached if entry.own_input and _points_at_input(rule.match, entry)]
     if not named:
         return []
-    unit = named[0].unit
+    unit, names = named[0].unit, listing(starred(entry.path, spec) for entry in named)
     return [
         Problem(
             "recompute-unit-input",
-            f"rule `{rule.name}` recomputes {listing(starred(entry.path, spec) for entry in named)}, a unit's own input: "
-            f"the backward pass of `{unit}` starts from it, and nothing in the unit can make it again",
+            f"rule `{rule.name}` recomputes {names}, a unit's own input: the backward pass of `{unit}` starts from "
+            "it, and nothing in the unit can make it again",
             hint="keep it (leave it out of the rule) or offload it: "
             "`{name: input, action: offload, match: {path: 'layers.*.input'}}`",
             **policy.source.at(("rules", i, "match")),

@@ -76,9 +76,20 @@ def _layers_of(stack: StackSpec) -> list[str]:
 
 def _module_order(spec: ModelSpec) -> list[str]:
     """Every module path but the root's, layers of scanned stacks included (their modules may carry no index)."""
-    paths = dict.fromkeys(module.path for module in spec.modules if module.path)
+    scans = tuple(f"{stack.path}." for stack in spec.stacks if stack.kind == "scan")
+    paths = dict.fromkeys(
+        module.path
+        for module in spec.modules
+        if module.path and not (module.path.startswith(scans) and _lacks_index(module.path, scans))
+    )
     paths |= dict.fromkeys(layer for stack in spec.stacks for layer in _layers_of(stack))
     return list(paths)
+
+
+def _lacks_index(path: str, scans: tuple[str, ...]) -> bool:
+    """Whether it is the traced body's module, which stands for all layers and is none of them."""
+    head = max((scan for scan in scans if path.startswith(scan)), key=len)
+    return not path[len(head) :].partition(".")[0].isdigit()
 
 
 def _written(

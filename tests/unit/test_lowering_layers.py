@@ -15,7 +15,7 @@ def chosen(plan) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("layers", "expected"),
+    "layers, expected",
     [
         ({"first": 2}, [0, 1]),
         ({"last": 2}, [3, 4]),
@@ -35,7 +35,7 @@ def test_layers_are_counted_from_zero(rules, llama_spec, fake_backend, layers, e
 
 
 @pytest.mark.parametrize(
-    ("fraction", "layers", "expected"),
+    "fraction, layers, expected",
     [
         (0.5, 4, [0, 1]),
         (0.6, 5, [0, 1, 2]),
@@ -89,7 +89,7 @@ def test_a_fraction_of_what_lies_in_no_layer_is_an_error(rules, llama_spec, fake
 
 
 @pytest.mark.parametrize(
-    ("layers", "code"),
+    "layers, code",
     [
         ([0, 4], "layer-out-of-range"),
         ({"first": 5}, "layer-out-of-range"),

@@ -16,7 +16,7 @@ def codes(error: pytest.ExceptionInfo[MemoptError]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "world", "expected"),
+    "mesh, world, expected",
     [
         (None, 4, {"fsdp": 4}),
         ({"fsdp": -1}, 8, {"fsdp": 8}),
@@ -32,7 +32,7 @@ def test_the_mesh_fills_the_world(rules, llama_spec, fake_backend, mesh, world, 
 
 
 @pytest.mark.parametrize(
-    ("mesh", "world", "texts"),
+    "mesh, world, texts",
     [
         ({"replicate": 1, "fsdp": 2}, 4, ("2 devices", "world has 4", "fsdp: 4")),
         ({"replicate": 1, "fsdp": 2}, 3, ("2 devices", "world has 3", "fsdp: 3")),
@@ -60,7 +60,7 @@ def test_an_unknown_axis_names_the_nearest(rules, llama_spec, fake_backend) -> N
 
 
 @pytest.mark.parametrize(
-    ("shape", "axes", "sizes", "sharding", "layout"),
+    "shape, axes, sizes, sharding, layout",
     [
         ((16, 8), {"fsdp": "auto"}, {"fsdp": 4}, "divisible", {"fsdp": 0}),
         ((13, 8), {"fsdp": "auto"}, {"fsdp": 2}, "divisible", {"fsdp": 1}),
@@ -80,7 +80,7 @@ def test_auto_is_what_the_backend_means_by_it(shape, axes, sizes, sharding, layo
 
 
 @pytest.mark.parametrize(
-    ("axis", "said"),
+    "axis, said",
     [({"fsdp": 0}, "dimension 0 of (13, 7)"), ("fsdp", "no dimension of (13, 7)"), ({"fsdp": 2}, "does not exist")],
 )
 def test_an_uneven_dimension_names_weight_axis_and_size(rules, llama_spec, fake_backend, axis, said) -> None:

@@ -222,7 +222,7 @@ def test_a_parameter_that_two_units_share_belongs_to_the_root(rules, llama_spec,
 
 
 @pytest.mark.parametrize(
-    ("match", "count"),
+    "match, count",
     [
         ({"role": "param", "min_bytes": "512B"}, 2 + 4 * 2),
         ({"role": "param", "dtype": "float32"}, 27),

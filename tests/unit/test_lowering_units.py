@@ -122,6 +122,6 @@ def test_a_whole_parameter_inside_a_sharded_unit_is_noted_with_its_bytes(rules, 
         world_size=2,
     )
     assert (
-        "unit `layers.*`: `layers.*.input_layernorm.weight` stay whole inside a sharded unit: one all-reduce of 32 bytes a "
-        "unit and step"
+        "unit `layers.*`: `layers.*.input_layernorm.weight` stay whole inside a sharded unit: one all-reduce of 32 "
+        "bytes a unit and step"
     ) in plan.warnings

@@ -9,7 +9,7 @@ from memopt.spec import TensorSpec
 
 
 @pytest.mark.parametrize(
-    ("raw", "path"),
+    "raw, path",
     [
         ("model.layers.3.mlp.up_proj.weight", "layers.3.mlp.up_proj.weight"),
         ("module.model.layers.0.x", "layers.0.x"),
@@ -33,7 +33,7 @@ def test_paths_that_would_collide_stay_raw() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "name", "expected"),
+    "pattern, name, expected",
     [
         ("layers.*", "layers.3", True),
         ("layers.*", "layers.3.mlp", False),
@@ -86,7 +86,7 @@ def test_parameters_below_a_module_called_input_are_matched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("a.input", True), ("a.input[1]", True), ("input", True), ("a.input_x", False)]
+    "name, expected", [("a.input", True), ("a.input[1]", True), ("input", True), ("a.input_x", False)]
 )
 def test_input_names(name: str, expected: bool) -> None:
     assert is_input_name(name) is expected

@@ -33,7 +33,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize(("key", "expected"), EXPECTED.items())
+@pytest.mark.parametrize("key, expected", EXPECTED.items())
 def test_each_family_names_its_values(key: tuple[str | None, str], expected: str | None) -> None:
     assert tensor_name(*key) == expected
 
@@ -43,7 +43,7 @@ def test_tables_use_names_of_the_policy_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("classes", "family"),
+    "classes, family",
     [
         (["LlamaForCausalLM", "Linear"], "llama"),
         (["Linear", "Qwen3DecoderLayer"], "qwen"),

@@ -1,0 +1,159 @@
+"""The command line: exit codes, JSON on stdout, progress and problems on stderr."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memopt.cli import COMMANDS, main
+
+GOOD = "version: 1\nrules: [{name: a, action: shard, match: {role: param}}]\n"
+BAD = "version: 1\nrule: []\n"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> str:
+    (tmp_path / "good.yaml").write_text(GOOD)
+    return str(tmp_path / "good.yaml")
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> str:
+    (tmp_path / "bad.yaml").write_text(BAD)
+    return str(tmp_path / "bad.yaml")
+
+
+def test_a_good_policy_is_ok_and_exits_zero(capsys, good) -> None:
+    assert run(capsys, "validate", good) == (0, f"{good}: ok\n", "")
+    code, out, _ = run(capsys, "validate", good, "--json")
+    assert (code, json.loads(out)) == (0, {"ok": True, "problems": []})
+
+
+def test_problems_exit_one_and_are_one_json_document(capsys, good, bad) -> None:
+    code, out, err = run(capsys, "validate", good, bad, "--json")
+    document = json.loads(out)
+    assert (code, err, document["ok"]) == (1, "", False)
+    (problem,) = document["problems"]
+    assert set(problem) == {"code", "file", "line", "column", "path", "message", "hint"}
+    assert (problem["code"], problem["line"], problem["column"]) == ("unknown-key", 2, 1)
+    assert problem["hint"] == "did you mean `rules`?"
+
+
+def test_problems_as_text_go_to_stderr(capsys, good, bad) -> None:
+    code, out, err = run(capsys, "validate", bad, good)
+    assert (code, out) == (1, f"{good}: ok\n")
+    assert err.startswith(f"{bad}:2:1: [unknown-key] rule: ")
+    assert err.endswith("1 problem\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("validat",),
+        ("validate",),
+        ("validate", "x.yaml", "--wrold-size", "2"),
+        ("validate", "x.yaml", "--world-size", "0"),
+        ("explain", "x.yaml"),
+        ("validate", "{good}", "--backend", "jx"),
+        ("validate", "{good}", "--workload", "nowhere.yaml"),
+    ],
+)
+def test_wrong_usage_exits_two(capsys, good, arguments) -> None:
+    code, out, err = run(capsys, *(argument.format(good=good) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert err
+
+
+def test_a_file_that_is_not_there_is_a_problem(capsys, tmp_path) -> None:
+    code, out, _ = run(capsys, "validate", str(tmp_path / "none.yaml"), "--json")
+    assert (code, json.loads(out)["problems"][0]["code"]) == (1, "file-not-found")
+
+
+def test_a_world_is_checked_without_a_model(capsys, tmp_path) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text("version: 1\nmesh: {replicate: 1, fsdp: 2}\n")
+    assert run(capsys, "validate", str(file), "--world-size", "2")[0] == 0
+    code, out, _ = run(capsys, "validate", str(file), "--world-size", "4", "--json")
+    (problem,) = json.loads(out)["problems"]
+    assert (code, problem["code"], problem["line"]) == (1, "mesh-world", 2)
+
+
+def test_what_a_backend_cannot_do_is_refused_without_a_model(
+    capsys, tmp_path, fake_backend, everything, monkeypatch
+) -> None:
+    lacks = fake_backend(supported=everything - {"offload:optimizer_state", "accumulate:last", "prefetch"})
+    monkeypatch.setattr("memopt.checking.load_backend", lambda name: lacks)
+    file = tmp_path / "policy.yaml"
+    file.write_text(
+        "version: 1\n"
+        "unit_defaults: {prefetch: {forward: 2}}\n"
+        "accumulate: {steps: 2, reduce: last}\n"
+        "rules: [{name: adam, action: offload, match: {role: optimizer_state}}]\n"
+    )
+    code, out, _ = run(capsys, "validate", str(file), "--backend", "fake", "--json")
+    problems = json.loads(out)["problems"]
+    assert code == 1
+    assert {(problem["code"], problem["line"]) for problem in problems} == {
+        ("unsupported-by-backend", 2), ("unsupported-by-backend", 3), ("unsupported-by-backend", 4),
+    }  # fmt: skip
+    assert any("rule `adam`" in problem["message"] for problem in problems)
+
+
+def test_schema_prints_the_schema(capsys) -> None:
+    code, out, _ = run(capsys, "schema")
+    assert code == 0
+    assert "rules" in json.loads(out)["properties"]
+
+
+def test_targets_list_constants_and_sources(capsys) -> None:
+    code, out, _ = run(capsys, "targets", "--json")
+    targets = json.loads(out)["targets"]
+    assert code == 0
+    assert {"cpu", "gpu:gb200"} <= {target["name"] for target in targets}
+    assert run(capsys, "targets")[1].startswith("targets")
+
+
+def test_doctor_says_versions_and_what_is_missing(capsys, monkeypatch) -> None:
+    class Missing:
+        def doctor(self):
+            raise ModuleNotFoundError("no", name="jax")
+
+    class Here:
+        def doctor(self):
+            return {"devices": ["cpu:0"]}
+
+    found = {"jax": Missing(), "torch": Here()}
+    monkeypatch.setattr("memopt.doctor.backend_names", lambda: tuple(found))
+    monkeypatch.setattr("memopt.doctor.load_backend", found.__getitem__)
+    code, out, _ = run(capsys, "doctor", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["packages"]["pydantic"]
+    assert report["backends"]["jax"] == {"ok": False, "missing": "jax", "install": "pip install 'memopt[jax]'"}
+    assert report["backends"]["torch"] == {"ok": True, "devices": ["cpu:0"]}
+    assert "install: pip install 'memopt[jax]'" in run(capsys, "doctor")[1]
+
+
+def test_help_lists_the_commands_that_are_there(capsys) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert all(name in out for name in ("validate", "explain", "schema", "doctor", "targets"))
+    assert set(COMMANDS) >= {"validate", "explain", "plan", "tune", "compare", "check", "doctor", "schema", "targets"}
+
+
+def test_the_console_script_runs(good) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from memopt.cli import main; main()", "validate", good], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, f"{good}: ok\n")
