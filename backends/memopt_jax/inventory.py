@@ -210,7 +210,9 @@ def _module_rows(
             yield ModuleSpec(module.path, module.raw, module.class_name, total)
             continue
         for index in range(lengths[stack]):
-            yield ModuleSpec(indexed(module.path, stack, index), module.raw, module.class_name, total // lengths[stack])
+            # The raw path has no index: as a second name of every layer's module, `layers.*` would match it.
+            path = indexed(module.path, stack, index)
+            yield ModuleSpec(path, path, module.class_name, total // lengths[stack])
 
 
 def _structural_rows(
