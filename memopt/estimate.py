@@ -177,4 +177,5 @@ def _gathered(plan: Plan) -> int:
 def _full_grad(plan: Plan) -> int:
     if plan.accumulate_steps == 1 or plan.accumulate_reduce == "each":
         return 0
-    return sum(row.global_nbytes or 0 for row in plan.rows_of("grad") if row.layout)
+    sharded = {row.path for row in plan.rows_of("param") if row.layout}
+    return sum(row.global_nbytes or 0 for row in plan.rows_of("grad") if row.path in sharded)

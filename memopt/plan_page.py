@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
     from .tune import Tuned
+    from .tuning.problem import Outcome
 
 _GIB = 2**30
 _ROW = 40
@@ -44,7 +45,7 @@ def plan_page(results: Sequence[PlanResult | Refused]) -> str:
         refused=[result for result in results if isinstance(result, Refused)],
         best=fastest(results),
         sections=[_section(result) for result in done],
-        memory=figure_block(memory_figure(done), height=130 + _ROW * max(1, len(done))) if done else "",
+        memory=figure_block(memory_figure(done), height=130 + _ROW * _num_bars(done)) if done else "",
         times=figure_block(time_figure(done), height=110 + _ROW * len(done)) if _are_timed(done) else None,
     )
 
@@ -60,7 +61,7 @@ def tune_page(tuned: Tuned) -> str:
         tuned=tuned,
         section=_section(tuned.result),
         frontier=figure_block(frontier_figure(tuned), height=420),
-        memory=figure_block(memory_figure([tuned.result]), height=170),
+        memory=figure_block(memory_figure([tuned.result]), height=130 + _ROW * _num_bars([tuned.result])),
     )
 
 
@@ -73,6 +74,10 @@ def _section(result: PlanResult) -> Section:
         units=figure_block(unit_figure(by_unit), height=300) if by_unit else None,
         timeline=figure_block(timeline_figure(timeline), height=320) if timeline else None,
     )
+
+
+def _num_bars(results: Sequence[PlanResult]) -> int:
+    return sum(2 if result.measured.host_bytes else 1 for result in results)
 
 
 def _are_timed(results: Sequence[PlanResult]) -> bool:
@@ -96,16 +101,18 @@ def memory_figure(results: Sequence[PlanResult]) -> Figure:
                 marker={"color": ROLE_COLOURS[role]},
                 hovertemplate="%{y}: %{x:.2f} GiB",
             )
-    host = [result.measured.host_bytes / _GIB for result in results]
-    if any(host):
+    host = [result.measured.host_bytes / _GIB for result in results if result.measured.host_bytes]
+    if host:
+        hosted = [f"{result.policy}, host " for result in results if result.measured.host_bytes]
         hatch = {"color": "#ffffff", "line": {"color": MUTED, "width": 1}, "pattern": {"shape": "/", "fgcolor": MUTED}}
         figure.add_bar(
-            y=names, x=host, name="on the host", orientation="h", marker=hatch, hovertemplate="%{y}: %{x:.2f} GiB"
+            y=hosted, x=host, name="on the host", orientation="h", marker=hatch, hovertemplate="%{y}: %{x:.2f} GiB"
         )
     for nbytes, text, colour in _limits(results[0]):
         figure.add_vline(x=nbytes / _GIB, line={"color": colour, "width": 1.5, "dash": "dash"}, annotation_text=text)
     figure.update_layout(barmode="stack", xaxis_title="GiB per device", bargap=0.35)
-    figure.update_yaxes(autorange="reversed")
+    order = [y for name in names for y in (name, f"{name.rstrip()}, host ")]
+    figure.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=order)
     return figure
 
 
@@ -175,6 +182,10 @@ def timeline_figure(timeline: Sequence[tuple[str, int]]) -> Figure:
     return figure
 
 
+def _has_host_room(tuned: Tuned, outcome: Outcome) -> bool:
+    return outcome.host_bytes <= tuned.host_bytes
+
+
 def frontier_figure(tuned: Tuned) -> Figure:
     """Step time over peak bytes: the frontier, the chosen policy, and policies people write by hand."""
     import plotly.graph_objects as go
@@ -194,11 +205,17 @@ def frontier_figure(tuned: Tuned) -> Figure:
     figure.add_scatter(
         x=[outcome.peak_bytes / _GIB for outcome in presets.values()],
         y=[outcome.step_s for outcome in presets.values()],
-        text=list(presets),
+        text=[
+            name if _has_host_room(tuned, outcome) else f"{name} (no such host)" for name, outcome in presets.items()
+        ],
         name="by hand",
         mode="markers+text",
-        textposition="top center",
-        marker={"color": SERIES_COLOURS[1], "symbol": "diamond", "size": 9},
+        textposition="bottom center",
+        marker={
+            "color": SERIES_COLOURS[1],
+            "symbol": ["diamond" if _has_host_room(tuned, o) else "diamond-open" for o in presets.values()],
+            "size": 9,
+        },
         hovertemplate="%{text}: %{x:.1f} GiB, %{y:.3g} s",
     )
     chosen = tuned.solution.outcome

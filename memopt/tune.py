@@ -39,6 +39,7 @@ class Tuned:
         frontier: The fastest policy for each of several budgets.
         presets: Name -> what the model of the step says of policies people write by hand, in the same layout.
         tried: (layout, seconds or why not) for every layout allowed.
+        host_bytes: What one device's rank may hold of activations.
         rounds: Plans made through the backend for the chosen layout.
         elapsed_s: In all.
     """
@@ -51,6 +52,7 @@ class Tuned:
     frontier: tuple[Point, ...]
     presets: Mapping[str, Outcome]
     tried: tuple[tuple[str, str], ...]
+    host_bytes: float
     rounds: int
     elapsed_s: float
 
@@ -70,7 +72,12 @@ class Tuned:
                 "program_rounds": self.solution.rounds,
             },
             "presets": {
-                name: {"step_s": p.step_s, "peak_bytes": p.peak_bytes, "host_bytes": p.host_bytes}
+                name: {
+                    "step_s": p.step_s,
+                    "peak_bytes": p.peak_bytes,
+                    "host_bytes": p.host_bytes,
+                    "has_host_room": p.host_bytes <= self.host_bytes,
+                }
                 for name, p in self.presets.items()
             },
             "layouts": [{"layout": label, "outcome": text} for label, text in self.tried],
@@ -146,6 +153,7 @@ def _tuned(search: Search, wishes: Wishes, tried: tuple[tuple[str, str], ...], e
         ),
         presets=presets(search.choices),
         tried=tried,
+        host_bytes=search.choices.host_bytes,
         rounds=search.rounds,
         elapsed_s=elapsed_s,
     )

@@ -95,7 +95,9 @@ def frontier_table(tuned: Tuned) -> Table:
     for heading in ("peak", "host", "computed again", "exposed", "step"):
         table.add_column(heading, justify="right")
     rows = [("chosen ←" if point.planned_peak_bytes else "", point.outcome) for point in tuned.frontier]
-    for name, outcome in [*rows, *tuned.presets.items()]:
+    for name, outcome in tuned.presets.items():
+        rows.append((name if outcome.host_bytes <= tuned.host_bytes else f"{name} (no such host)", outcome))
+    for name, outcome in rows:
         table.add_row(
             name,
             format_bytes(outcome.peak_bytes),
