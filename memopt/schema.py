@@ -18,7 +18,7 @@ def policy_schema() -> dict[str, Any]:
 
 
 def _tidy(node: Any) -> None:
-    """Drop what editors show in the way: generated titles, `null` (which the loader refuses), pydantic's own keywords."""
+    """Drop generated titles, `null` (which the loader refuses) and keywords that are not JSON Schema's."""
     if isinstance(node, list):
         for entry in node:
             _tidy(entry)

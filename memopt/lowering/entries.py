@@ -69,10 +69,10 @@ def item_bytes(dtype: str, path: str) -> int:
     """Bytes of one element.
 
     Raises:
-        MemoptError: `unknown-dtype`.
+        MemoptError: `dtype-without-size`.
     """
     if dtype not in ITEM_BYTES:
-        raise MemoptError.of("unknown-dtype", f"dtype `{dtype}` has no known size", path=path)
+        raise MemoptError.of("dtype-without-size", f"dtype `{dtype}` has no known size", path=path)
     return ITEM_BYTES[dtype]
 
 
