@@ -166,6 +166,7 @@ def advice(plan: Plan, measured: Measured, *, fits: bool | None) -> tuple[str, .
     if whole:
         text = f"`accumulate: {{reduce: last}}` keeps whole gradients between micro-batches: {format_bytes(whole)}"
         found.append((whole, f"{text}; `reduce: each` keeps shards"))
+    found += _about_recompute(plan, measured)
     if fits is False:
         found += _about_activations(plan, measured)
     return tuple(text for _, text in sorted(found, key=lambda pair: -pair[0]))
@@ -231,6 +232,18 @@ def _share(plan: Plan, role: str, held: int) -> int:
     rows = plan.rows_of(role)
     whole = sum(row.global_nbytes or 0 for row in rows if row.memory_kind == "device")
     return min(held, math.ceil(whole / plan.world_size))
+
+
+def _about_recompute(plan: Plan, measured: Measured) -> list[tuple[int, str]]:
+    """Values that a rule recomputes but that are alive at the peak all the same: a compiler undid it."""
+    again = sum(row.nbytes or 0 for row in plan.rows_of("activation") if row.residual == "recompute" and row.nbytes)
+    kept = sum(row.nbytes or 0 for row in plan.rows_of("activation") if row.residual == "keep" and row.nbytes)
+    held = measured.by_role.get("activation", 0)
+    if not again or held < kept + 0.9 * again:
+        return []
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(measured.versions.items()))
+    text = f"recompute has no effect with these versions ({versions}): {format_bytes(held)} of activations are alive"
+    return [(again, f"{text} where {format_bytes(kept)} should be kept")]
 
 
 def _about_activations(plan: Plan, measured: Measured) -> list[tuple[int, str]]:
