@@ -16,6 +16,10 @@ _SHARED = frozenset(
     {
         "recompute:activation",
         "offload:activation",
+        "offload:optimizer_state",
+        "fraction:optimizer_state",
+        "update_on:device",
+        "update_on:host",
         "fraction:activation",
         "op:matmul",
         "op:attention",

@@ -15,6 +15,8 @@ class OffloadOptions(BaseModel):
         keep_last_unit: Leave the last unit's values on the device: they are needed at once.
         synchronous: Copy on the compute stream; slower, and a way to rule out ordering faults.
         pinned_pool: Most bytes of host memory kept for reuse; left out: as many as are needed.
+        trusted_optimizers: Class names of optimizers not of torch.optim that update each parameter by itself, so that
+            their state can be offloaded.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", validate_default=True)
@@ -23,6 +25,7 @@ class OffloadOptions(BaseModel):
     keep_last_unit: bool = True
     synchronous: bool = False
     pinned_pool: ByteSize | None = None
+    trusted_optimizers: tuple[str, ...] = ()
 
 
 class Options(BaseModel):
