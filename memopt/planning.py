@@ -23,6 +23,7 @@ from .step_time import StepTime, overlap_of, step_time
 from .targets import Target, load_target
 from .verdicts import Capacity, Verdict, advice, capacity_of, verdicts
 from .workloads import HfWorkload, Workload, WorkloadConfig, load_workload
+from .workloads.sizes import with_sizes
 
 AnyWorkload = WorkloadConfig | Workload | HfWorkload
 Progress = Callable[[str], None]
@@ -195,6 +196,7 @@ def prepare(
     chosen = load_backend(backend) if isinstance(backend, str) else backend
     described = load_workload(workload)
     spec = guarded(f"inspecting the model of `{described.name}`", lambda: chosen.inspect_workload(described))
+    spec = with_sizes(spec, described)
     return Setting(workload=described, backend=chosen, target=loaded, spec=spec, budget=dict(budget or {}))
 
 

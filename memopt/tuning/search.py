@@ -15,6 +15,7 @@ from ..policy import Policy
 from ..quantities import format_bytes, format_seconds
 from ..roofline import Rates
 from ..step_time import layer_problem
+from ..workloads.sizes import with_sizes
 from .costs import ModelCosts, assignment_of, model_costs
 from .judge import judge
 from .layouts import Layout
@@ -72,7 +73,9 @@ class Search:
     def _with_workload(setting: Setting, layout: Layout) -> Setting:
         if layout.workload is setting.workload:
             return setting
-        return replace(setting, workload=layout.workload, spec=setting.backend.inspect_workload(layout.workload))
+        what = f"inspecting the model of `{layout.workload.name}`"
+        spec = guarded(what, lambda: setting.backend.inspect_workload(layout.workload))
+        return replace(setting, workload=layout.workload, spec=with_sizes(spec, layout.workload))
 
     def run(self) -> None:
         """Find a policy that fits when planned.
