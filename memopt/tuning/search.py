@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import MemoptError, Problem
 from ..loading import load_policy
-from ..planning import PlanResult, Progress, Setting, plan_policy
+from ..planning import PlanResult, Progress, Setting, guarded, plan_policy
 from ..policy import Policy
 from ..quantities import format_bytes, format_seconds
 from ..roofline import Rates

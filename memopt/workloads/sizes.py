@@ -10,7 +10,7 @@ from .config import WorkloadConfig
 
 
 def value_widths(config: WorkloadConfig) -> dict[str, int]:
-    """Neutral name -> numbers per token. Experts' values are left out: how many tokens one gets is not in the numbers."""
+    """Neutral name -> numbers per token; experts' values are left out, as nobody knows how many tokens one gets."""
     queries, keys = config.heads * config.size_per_head, config.kv_heads * config.size_per_head
     widths = {"layer_input": config.hidden, "o": config.hidden}
     if config.mla is None:
