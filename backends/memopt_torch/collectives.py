@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,6 +32,7 @@ class Groups:
         reduce: For reduce-scatters of gradients.
         replicate: For all-reduces between replicas.
         world: Every rank of the mesh; gradients of whole parameters.
+        control: Every rank again, for agreements: never in line behind gradients.
     """
 
     size: int = 1
@@ -40,11 +42,15 @@ class Groups:
     reduce: dist.ProcessGroup | None = None
     replicate: dist.ProcessGroup | None = None
     world: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
 
 
-def _axis_groups(mesh: torch.Tensor, axis: int) -> list[list[int]]:
-    """Rank lists along one axis of a mesh of ranks, in the order every rank creates them."""
-    return mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis]).tolist()
+def _axis_groups(mesh: np.ndarray, axis: int) -> list[list[int]]:
+    """Rank lists along one axis of a mesh of ranks, in the order every rank creates them.
+
+    numpy, because planning runs this under fake tensors, which have no values.
+    """
+    return np.moveaxis(mesh, axis, -1).reshape(-1, mesh.shape[axis]).tolist()
 
 
 def _new_group(ranks: list[list[int]]) -> dist.ProcessGroup:
@@ -64,7 +70,7 @@ def make_groups(axes: tuple[tuple[str, int], ...]) -> Groups:
         return Groups()
     sizes = dict(axes)
     world = dist.get_world_size()
-    ranks = torch.arange(world).reshape([size for _, size in axes])
+    ranks = np.arange(world).reshape([size for _, size in axes])
     names = [name for name, _ in axes]
     shard = sizes.get("fsdp", 1)
     replicas = world // shard
@@ -77,7 +83,8 @@ def make_groups(axes: tuple[tuple[str, int], ...]) -> Groups:
     if replicas > 1:
         lists = _axis_groups(ranks, names.index("replicate")) if "replicate" in names else ranks.reshape(1, -1).tolist()
         replicate = _new_group(lists)
-    return Groups(shard, rank, replicas, gather, reduce, replicate, dist.group.WORLD)
+    everyone = [list(range(world))]
+    return Groups(shard, rank, replicas, gather, reduce, replicate, _new_group(everyone), _new_group(everyone))
 
 
 def device_mesh(axes: tuple[tuple[str, int], ...], device_type: str) -> DeviceMesh:
@@ -126,7 +133,7 @@ class Collectives:
     def all_reduce_max(self, tensor: torch.Tensor, *, unit: str) -> None:
         """The maximum over every rank, in place; waits."""
         self._issue(
-            "all_reduce", unit, tensor, lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.groups.world)
+            "all_reduce", unit, tensor, lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.groups.control)
         ).wait()
 
     def _issue(self, name: str, unit: str, counted: torch.Tensor, call: Callable[[], Any]) -> Pending:
