@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +15,8 @@ from .quantities import format_bytes, format_count, format_seconds
 from .step_time import StepTime
 
 BAR_WIDTH = 40
+_SMALL = 8
+PIPE_WIDTH = 140  # a pipe has no width of its own
 ROLE_STYLES = {
     "param": "blue",
     "grad": "cyan",
@@ -23,6 +25,12 @@ ROLE_STYLES = {
     "gathered": "magenta",
     "temp": "bright_black",
 }
+
+
+def make_console() -> Console:
+    """Standard output, wide enough for a table where it is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def render_result(result: PlanResult) -> RenderableType:
@@ -62,9 +70,10 @@ def _parts(result: PlanResult) -> Iterator[RenderableType]:
 
 
 def _memory_table(result: PlanResult) -> Table:
-    """A bar per role; full width is the capacity (or the peak, where that is more or nothing else is known)."""
-    peak, capacity = result.measured.peak_bytes, result.capacity.capacity_bytes
-    full = max(peak, capacity or 0)
+    """A bar per role; full width is the capacity, or the peak where that is more or no bar would show."""
+    peak, capacity = result.measured.peak_bytes, result.capacity.capacity_bytes or 0
+    is_small = peak * _SMALL < capacity  # a bar of nothing says nothing: full width is then the peak
+    full = peak if is_small else max(peak, capacity)
     table = Table.grid(padding=(0, 1))
     table.add_column(width=17)
     table.add_column(width=BAR_WIDTH)
@@ -76,7 +85,7 @@ def _memory_table(result: PlanResult) -> Table:
             table.add_row(f"  {role}", _bar(start, nbytes, full, ROLE_STYLES[role]), format_bytes(nbytes))
             start += nbytes
     table.add_row("  peak", _bar(0, peak, full, "red" if result.fits is False else "white"), format_bytes(peak))
-    for what, nbytes, source in result.capacity.reserve:
+    for what, nbytes, source in () if is_small else result.capacity.reserve:
         assumed = ", assumed" if source.startswith("assumed") else ""
         table.add_row("  reserve", _bar(full - nbytes, nbytes, full, "dim"), f"{format_bytes(nbytes)}  {what}{assumed}")
     if result.measured.host_bytes:

@@ -18,7 +18,7 @@ from .plan import Plan
 from .quantities import format_bytes
 from .targets import Target, framework_fact
 
-_GIB = 2**30
+_FRAMEWORKS = ("jax", "jaxlib", "torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +238,11 @@ def _about_recompute(plan: Plan, measured: Measured) -> list[tuple[int, str]]:
     """Values that a rule recomputes but that are alive at the peak all the same: a compiler undid it."""
     again = sum(row.nbytes or 0 for row in plan.rows_of("activation") if row.residual == "recompute" and row.nbytes)
     kept = sum(row.nbytes or 0 for row in plan.rows_of("activation") if row.residual == "keep" and row.nbytes)
+    kept += measured.host_bytes if measured.counted else 0
     held = measured.by_role.get("activation", 0)
-    if not again or held < kept + 0.9 * again:
+    if again < 0.05 * measured.peak_bytes or held < kept + 0.9 * again:
         return []
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(measured.versions.items()))
+    versions = ", ".join(f"{name} {measured.versions[name]}" for name in _FRAMEWORKS if name in measured.versions)
     text = f"recompute has no effect with these versions ({versions}): {format_bytes(held)} of activations are alive"
     return [(again, f"{text} where {format_bytes(kept)} should be kept")]
 

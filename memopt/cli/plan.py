@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..plan_table import render_result, side_by_side
+from ..plan_table import make_console, render_result, side_by_side
 from ..planning import PlanResult, Refused, plan_policies, prepare
 from .sizes import parse_budget
 
@@ -70,7 +70,7 @@ def exit_code(results: tuple[PlanResult | Refused, ...]) -> int:
 
 
 def _print(results: tuple[PlanResult | Refused, ...]) -> None:
-    console = Console()
+    console = make_console()
     for result in results:
         if isinstance(result, PlanResult):
             console.print(render_result(result))

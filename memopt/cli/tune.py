@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..loading import load_policy
-from ..plan_table import render_result
+from ..plan_table import make_console, render_result
 from ..quantities import format_bytes, format_seconds
 from ..tune import Tuned
 from ..tune import tune as run_tune
@@ -79,7 +79,7 @@ def tune(
 
 
 def _print(tuned: Tuned, *, explained: bool) -> None:
-    console = Console()
+    console = make_console()
     console.print(tuned.text, highlight=False, markup=False)
     console.print(render_result(tuned.result))
     console.print(frontier_table(tuned))

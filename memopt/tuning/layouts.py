@@ -14,8 +14,10 @@ from ..targets import Target
 from ..workloads import WorkloadConfig
 
 _ACTIVATION_SELECTORS = ("tensor", "op", "name")
-# What people train large models with; written into the policy, where it can be changed.
+# What people train large models with; written into the policy, where it can be changed. XLA adds gradients of devices up
+# in the dtype they are computed in.
 MIXED = {"compute": "bfloat16", "master": "float32", "reduce": "float32", "optimizer_state": "float32"}
+REDUCE = {"jax": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,8 @@ def _settings(
 ) -> dict[str, Any]:
     if base is None:
         settings: dict[str, Any] = {"units": default_units(spec)} if size > 1 else {}
-        settings |= {"precision": MIXED} if target.kind != "cpu" else {}
+        mixed = {**MIXED, "reduce": REDUCE.get(spec.backend, MIXED["reduce"])}
+        settings |= {"precision": mixed} if target.kind != "cpu" else {}
     else:
         dumped = base.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
         settings = {key: dumped[key] for key in ("mesh", "units", "unit_defaults", "precision") if key in dumped}
