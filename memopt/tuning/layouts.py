@@ -14,8 +14,8 @@ from ..targets import Target
 from ..workloads import WorkloadConfig
 
 _ACTIVATION_SELECTORS = ("tensor", "op", "name")
-# What people train large models with; written into the policy, where it can be changed. XLA adds gradients of devices up
-# in the dtype they are computed in.
+# What people train large models with; written into the policy, where it can be changed. XLA adds gradients of devices
+# up in the dtype they are computed in.
 MIXED = {"compute": "bfloat16", "master": "float32", "reduce": "float32", "optimizer_state": "float32"}
 REDUCE = {"jax": "bfloat16"}
 
