@@ -54,7 +54,7 @@ def is_input_name(name: str) -> bool:
 
 @lru_cache(maxsize=8192)
 def _compiled(pattern: str) -> wcglob.WcMatcher:
-    shapes = {pattern, canonical(pattern)}
+    shapes = {re.sub(r"(\*\*\.)+\*\*", "**", shape) for shape in (pattern, canonical(pattern))}
     shapes |= {shape.removesuffix(".**") for shape in shapes}  # `a.**` selects `a` too
     escaped = [re.sub(r"([\\\[\]])", r"\\\1", shape).replace(".", "/") for shape in sorted(shapes)]
     return wcglob.compile(escaped, flags=_FLAGS)

@@ -53,7 +53,7 @@ def split(
         dimension = _auto(shape, axis, layout, sizes, sharding)
         if dimension is not None:
             layout[axis] = dimension
-        elif shape is not None and math.prod(shape) < sizes[axis]:
+        elif shape is not None and (not shape or math.prod(shape) < sizes[axis]):
             whole.append(axis)
         else:
             return Split(layout, f"no dimension of {shape} is divisible by `{axis}` = {sizes[axis]}")

@@ -99,9 +99,13 @@ def _written(
     free = dict.fromkeys(modules)
     drafts: list[tuple[tuple[str, ...], Unit]] = []
     for i, entry in enumerate(policy.units or ()):
-        matched = [path for path in modules if any_matches(entry.match, (path, raw.get(path, path)))]
+        found = {
+            pattern: [path for path in modules if any_matches((pattern,), (path, raw.get(path, path)))]
+            for pattern in entry.match
+        }
+        matched = list(dict.fromkeys(path for paths in found.values() for path in paths))  # a group is named as written
         for pattern in entry.match:
-            if not any(any_matches((pattern,), (path, raw.get(path, path))) for path in modules):
+            if not found[pattern]:
                 problems.append(_matches_nothing(policy, spec, i, pattern))
         members = tuple(path for path in matched if path in free)
         for path in members:
