@@ -1,8 +1,8 @@
 """Sharded checkpoints: torch.distributed.checkpoint files of whole tensors, each rank writing the parts it holds.
 
-Keys and shapes are the plain model's, so a checkpoint is read at another world size, under another policy, by FSDP2, and
-by a model under no policy at all. Nothing is gathered. The files are written beside the target and renamed at the end: a
-checkpoint is there whole or not at all.
+Keys and shapes are the plain model's, so a checkpoint is read at another world size, under another policy, by FSDP2,
+and by a model under no policy at all. Nothing is gathered. The files are written beside the target and renamed at the
+end: a checkpoint is there whole or not at all.
 """
 
 from __future__ import annotations

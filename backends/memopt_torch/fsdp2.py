@@ -61,7 +61,7 @@ class Fsdp2Engine:
         return all(not row.layout for row in rows)
 
     def _wrap(self, unit: PlanUnit, names: Names, precision: MixedPrecisionPolicy) -> FSDPModule:
-        modules = [names.modules[member] for member in unit.members]
+        modules = list(dict.fromkeys(names.module(member) for member in unit.members))
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=self.mesh,

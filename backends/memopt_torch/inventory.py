@@ -25,7 +25,8 @@ class Names:
     """Canonical paths of a model's modules and parameters, and back.
 
     Attributes:
-        modules: Canonical path -> module; "" is the root.
+        modules: Canonical path -> module; "" is the root. A module with several paths is listed under the first.
+        aliases: Other canonical paths of shared modules -> the first.
         raw_modules: Canonical path -> raw path.
         parameters: Canonical path -> every (module, attribute) that holds it, tied places included.
         raw_parameters: Canonical path -> raw path.
@@ -33,10 +34,15 @@ class Names:
     """
 
     modules: Mapping[str, nn.Module]
+    aliases: Mapping[str, str]
     raw_modules: Mapping[str, str]
     parameters: Mapping[str, tuple[tuple[nn.Module, str], ...]]
     raw_parameters: Mapping[str, str]
     ties: tuple[tuple[str, ...], ...]
+
+    def module(self, path: str) -> nn.Module:
+        """The module at a canonical path, by any of its names."""
+        return self.modules[self.aliases.get(path, path)]
 
     def parameter(self, path: str) -> nn.Parameter:
         """The parameter at a canonical path."""
@@ -52,6 +58,12 @@ def names_of(model: nn.Module) -> Names:
     module_paths = canonical_paths(raw_modules)
     # A shared module keeps its first path; its others are aliases only.
     modules = {module_paths[raw]: module for raw, module in model.named_modules()}
+    first_path = {id(module): path for path, module in modules.items()}
+    aliases = {
+        module_paths[raw]: first_path[id(module)]
+        for raw, module in model.named_modules(remove_duplicate=False)
+        if module_paths[raw] not in modules
+    }
     places: dict[int, list[tuple[str, str, nn.Module, str]]] = {}
     raw_parameters = [raw for raw, _ in model.named_parameters(remove_duplicate=False)]
     paths = canonical_paths(raw_parameters)
@@ -69,7 +81,8 @@ def names_of(model: nn.Module) -> Names:
         raw_of[first] = found[0][1]
         if len(found) > 1:
             ties.append(tuple(path for path, *_ in found))
-    return Names(modules, {module_paths[raw]: raw for raw, _ in model.named_modules()}, parameters, raw_of, tuple(ties))
+    raw_modules = {module_paths[raw]: raw for raw, _ in model.named_modules()}
+    return Names(modules, aliases, raw_modules, parameters, raw_of, tuple(ties))
 
 
 def inspect(model: nn.Module) -> ModelSpec:

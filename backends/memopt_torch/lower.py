@@ -110,8 +110,8 @@ class Lowered:
         if named:
             raise MemoptError.of(
                 "lower-needs-paths",
-                f"rule `{named[0].rules['residual']}` names `{named[0].path}` by path; torch's checkpoint sees operators "
-                "alone",
+                f"rule `{named[0].rules['residual']}` names `{named[0].path}` by path; torch's checkpoint sees "
+                "operators alone",
                 path=named[0].path,
                 hint="use memopt.apply_policy, or select by `op:` in this rule",
             )

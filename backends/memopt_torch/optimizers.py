@@ -44,6 +44,12 @@ def replacement_of(parameter: torch.Tensor) -> nn.Parameter | None:
     return getattr(parameter, _REPLACEMENT, None)
 
 
+def current(parameter: Any) -> Any:
+    """The parameter the model has now in this one's place: itself, where it was not replaced."""
+    new = replacement_of(parameter)
+    return parameter if new is None else new
+
+
 def note_owner(parameter: nn.Parameter, owner: Stepped) -> None:
     """Remembers which engine wants to know of steps on a parameter."""
     setattr(parameter, _OWNER, weakref.ref(owner))
@@ -139,7 +145,7 @@ def make_optimizer(
 def _replaced(params: Any) -> Any:
     """The same structure with replaced parameters exchanged."""
     if isinstance(params, torch.Tensor):
-        return replacement_of(params) or params
+        return current(params)
     if isinstance(params, Mapping):
         return {key: _replaced(value) if key == "params" else value for key, value in params.items()}
     if isinstance(params, tuple) and len(params) == 2 and isinstance(params[0], str):

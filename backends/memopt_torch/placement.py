@@ -69,7 +69,7 @@ def requests_of(plan: Plan, names: Names) -> tuple[UnitRequest, ...]:
     """Units in the order the model runs them (as far as its module order tells)."""
     layouts = layouts_of(plan)
     unit_of = {row.path: row.unit for row in plan.rows if row.role == "param"}
-    members = {member: unit.name for unit in plan.units for member in unit.members}
+    members = {names.aliases.get(member, member): unit.name for unit in plan.units for member in unit.members}
     drafts = [_draft(unit, names) for unit in plan.units]
     by_unit: dict[str, list[ParameterRequest]] = {unit.name: [] for unit in plan.units}
     left_over: list[ParameterRequest] = []
@@ -87,7 +87,7 @@ def requests_of(plan: Plan, names: Names) -> tuple[UnitRequest, ...]:
 
 
 def _draft(unit: PlanUnit, names: Names) -> UnitRequest:
-    modules = tuple(names.modules[member] for member in unit.members)
+    modules = tuple(dict.fromkeys(names.module(member) for member in unit.members))
     if isinstance(unit.reshard_after_forward, int) and not isinstance(unit.reshard_after_forward, bool):
         raise MemoptError.of(
             "reshard-group-unsupported",

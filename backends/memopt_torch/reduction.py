@@ -111,13 +111,9 @@ class Reduction:
 
     def _note(self, section: Section, entry: Entry) -> None:
         section.arrived.add(entry.offset)
+        # A unit none of whose inputs needs a gradient has no mark of its end. It is reduced when the pass ends, never
+        # when its last gradient is there: a rank that does not use all of it would be out of step with the others.
         section.used.add(entry.offset)
-        unit = section.unit
-        if unit.live_uses or unit.resident or unit.active:
-            return
-        if all(len(other.arrived) >= other.num_expected for other in unit.sections if self.manages(other)):
-            # None of the unit's inputs needs a gradient, so no input marks the end: the last gradient does.
-            self.engine.finish_unit(unit)
 
     def _open(self, section: Section) -> None:
         """Makes the staging memory the section's own before a gradient is written to it."""
@@ -244,17 +240,18 @@ class Reduction:
     def _agree(self, sections: list[Section]) -> dict[Section, list[tuple[Entry, bool]]]:
         """Which parameters any rank used in this backward pass (or in those since the last reduction)."""
         flags = [
-            entry.offset in section.used or entry.offset in section.kept
+            entry.offset in section.used or entry.offset in section.kept or not entry.held.requires_grad
             for section in sections
             for entry in section.entries
         ]
         asks = self.groups.world is not None and (self.all_used is not True or self.agree_on_unused)
         if asks and flags:
-            mask = torch.tensor(flags, dtype=torch.int32, device=sections[0].device)
+            some_unused = not all(flags)
+            mask = torch.tensor([*flags, some_unused], dtype=torch.int32, device=sections[0].device)
             self.engine.collectives.all_reduce_max(mask, unit="<used parameters>")
             if not isinstance(mask, FakeTensor):
-                flags = [bool(flag) for flag in mask.tolist()]
-            self.all_used = all(flags) if self.all_used is None else self.all_used
+                *flags, some_unused = [bool(flag) for flag in mask.tolist()]
+            self.all_used = not some_unused if self.all_used is None else self.all_used
         elif self.groups.world is not None and not all(flags):
             self.engine.warn_once(
                 "unused",

@@ -156,26 +156,38 @@ def _wrap_like(result: Any, like: torch.Tensor) -> Any:
     return result
 
 
-def _check_operands(func: Any, args: Sequence[Any]) -> None:
-    """Operands of a pointwise op must be slices of one layout, or single values."""
-    like = _first(args)
-    for arg in args:
-        if isinstance(arg, ShardedTensor):
-            same = (arg.slice.start, arg.slice.stop) == (like.slice.start, like.slice.stop)
-            if not same or arg.slice.shape != like.slice.shape:
-                raise _refusal(func, like, "the operands are sharded differently")
-        elif isinstance(arg, torch.Tensor) and arg.numel() != 1:
-            raise _refusal(func, like, f"the other operand is a whole tensor of shape {tuple(arg.shape)}")
+def _same_slice(a: FlatSlice, b: FlatSlice) -> bool:
+    return (a.start, a.stop, a.shape) == (b.start, b.stop, b.shape)
+
+
+def _operand(func: Any, like: ShardedTensor, arg: Any) -> Any:
+    """What a pointwise op on slices takes for an operand: a slice of the same layout, one value, or a rank's part of a
+    whole tensor of the same shape."""
+    if isinstance(arg, ShardedTensor):
+        if not _same_slice(arg.slice, like.slice):
+            raise _refusal(func, like, "the operands are sharded differently")
+        return arg.local
+    if not isinstance(arg, torch.Tensor) or arg.dim() == 0:
+        return arg
+    if arg.shape == like.slice.shape:
+        if not any(arg.stride()):  # one value expanded, as the gradient of a sum is
+            return arg[(0,) * arg.dim()]
+        return arg.reshape(-1)[like.slice.start : like.slice.stop]
+    if arg.numel() == 1:
+        return arg.reshape(())
+    raise _refusal(func, like, f"the other operand has shape {tuple(arg.shape)}")
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _check_operands(func, [*args, *kwargs.values()])
     like = _first([*args, *kwargs.values()])
-    result = func(*_unwrap(args), **{name: _unwrap(value) for name, value in kwargs.items()})
     target = kwargs.get("out", args[0])
-    if func._schema.is_mutable:
-        return target
-    return _wrap_like(result, like)
+    if func._schema.is_mutable and not isinstance(target, ShardedTensor):
+        raise _refusal(
+            func, like, "its result would go to a whole tensor without the other ranks' parts"
+        )
+    local_args = [_operand(func, like, arg) for arg in args]
+    result = func(*local_args, **{name: _operand(func, like, value) for name, value in kwargs.items()})
+    return target if func._schema.is_mutable else _wrap_like(result, like)
 
 
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,8 +207,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(target, ShardedTensor):
         held = target.slice
         if isinstance(source, ShardedTensor):
-            _check_operands(func, args[:2])
-            target.local.copy_(source.local)
+            target.local.copy_(_operand(func, target, source))
         elif source.numel() == 1 and held.shape.numel() != 1:
             target.local.copy_(source.reshape(()))
         elif source.shape == held.shape:
