@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memopt.errors import MemoptError, Problem
@@ -88,10 +89,11 @@ def make_groups(axes: tuple[tuple[str, int], ...]) -> Groups:
 
 
 def device_mesh(axes: tuple[tuple[str, int], ...], device_type: str) -> DeviceMesh:
-    """A torch DeviceMesh of the plan's axes, for the fsdp2 engine."""
-    return init_device_mesh(
-        device_type, tuple(size for _, size in axes), mesh_dim_names=tuple(name for name, _ in axes)
-    )
+    """A torch DeviceMesh of the plan's axes, for the fsdp2 engine; real ranks even while planning on fake tensors."""
+    with unset_fake_temporarily():
+        return init_device_mesh(
+            device_type, tuple(size for _, size in axes), mesh_dim_names=tuple(name for name, _ in axes)
+        )
 
 
 class Collectives:
