@@ -80,18 +80,23 @@ def step_figures(
         - memory.host_alias_size_in_bytes
         + memory.host_temp_size_in_bytes
     )
+    residuals = min(residual_nbytes(jaxpr) // num_devices(params), memory.temp_size_in_bytes)
+    if counted_host_bytes is not None:  # one memory: what the policy holds on the host is in the total, and taken out
+        host = counted_host_bytes + host_nbytes((params, optimizer_state))
+        peak, residuals = peak - host, max(0, residuals - counted_host_bytes)
     by_role = {"param": device_nbytes(params), "optimizer_state": device_nbytes(optimizer_state)}
-    by_role["activation"] = min(residual_nbytes(jaxpr) // num_devices(params), memory.temp_size_in_bytes)
+    by_role["activation"] = residuals
     by_role["temp"] = max(0, peak - sum(by_role.values()))
     return StepFigures(
         peak_bytes=peak,
         by_role=by_role,
-        host_bytes=host if counted_host_bytes is None else counted_host_bytes,
+        host_bytes=host,
         counted=counted_host_bytes is not None,
         step_flops=flops.count(jaxpr).total,
         collectives=count_collectives(compiled.as_text()),
         notes=(
-            "peak: argument + output - alias + temp of the executable; its split by role is attributed",
+            "peak: argument + output - alias + temp of the executable, less what is counted as on the host; its split by "
+            "role is attributed",
             "collectives: instructions of the compiled program; those in a loop's body count once",
         ),
     )
@@ -99,10 +104,19 @@ def step_figures(
 
 def device_nbytes(tree: Any) -> int:
     """Bytes one device holds of a tree's arrays that live in device memory."""
+    return _held_nbytes(tree, on_host=False)
+
+
+def host_nbytes(tree: Any) -> int:
+    """Bytes held for one device of a tree's arrays that live in pinned host memory."""
+    return _held_nbytes(tree, on_host=True)
+
+
+def _held_nbytes(tree: Any, *, on_host: bool) -> int:
     total = 0
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
-        if sharding is not None and sharding.memory_kind not in (None, "device", "unpinned_host"):
+        if (sharding is not None and sharding.memory_kind == "pinned_host") != on_host:
             continue
         shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
         total += _nbytes(shape, leaf.dtype)

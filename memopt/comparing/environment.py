@@ -40,7 +40,7 @@ def environment_facts(
             "memory_bytes": psutil.virtual_memory().total,
         },
         "workload": _described(workload),
-        "dtype": "float32 unless a policy's `precision` says otherwise",
+        "dtype": "float32 unless a policy's precision says otherwise",
         "world": {name: run.world.get(name, 1) for name in run.backends},
         "num_steps": run.steps,
         "num_warmup_steps": warmup_steps,

@@ -46,7 +46,7 @@ def comparison_page(rows: Sequence[Row], environment: Mapping[str, Any], *, comp
     height = 90 + _ROW_HEIGHT * max(1, len(rows))
     return render_page(
         "comparison.html.j2",
-        filters={"effect": describe},
+        filters={"effect": describe, "facts": describe_facts},
         rows=rows,
         label=label,
         environment=environment,
@@ -121,3 +121,16 @@ def describe(effect: Mapping[str, Any] | None) -> str:
         return "-"
     size = "" if effect["nbytes"] is None else f", {format_bytes(effect['nbytes'])}"
     return f"{effect['num_tensors']} tensor{'s' if effect['num_tensors'] != 1 else ''}{size}"
+
+
+def describe_facts(facts: Mapping[str, Any]) -> str:
+    """`layers 4, optimizer (name adamw, lr 0.002)`."""
+    parts = []
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            parts.append(f"{name} ({describe_facts(value)})")
+        elif isinstance(value, list | tuple):
+            parts.append(f"{name} {' '.join(str(item) for item in value)}")
+        else:
+            parts.append(f"{name} {value}")
+    return ", ".join(parts)

@@ -33,6 +33,7 @@ VARIANTS = {
 
 def torch_side(config: WorkloadConfig, tokens: np.ndarray) -> tuple[np.ndarray, float]:
     import torch
+
     from memopt_torch.workloads import build
 
     workload = build(config, seed=0)

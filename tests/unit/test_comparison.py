@@ -194,11 +194,19 @@ def test_results_hold_the_contracts_keys_and_what_a_reader_needs_to_judge_them(r
 
 def test_no_half_written_file_is_left(run, tmp_path):
     run("none", out=tmp_path / "out")
-    assert sorted(file.name for file in (tmp_path / "out").iterdir() if file.is_file()) == ["index.html", "results.json"]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir() if file.is_file()) == [
+        "index.html",
+        "results.json",
+    ]
 
 
 def test_everything_wrong_with_a_run_is_reported_at_once():
-    run = {"workload": "nowhere.yaml", "policies": ["a/p.yaml", "b/p.yaml"], "backends": ["jaxx"], "world": {"torhc": 2}}
+    run = {
+        "workload": "nowhere.yaml",
+        "policies": ["a/p.yaml", "b/p.yaml"],
+        "backends": ["jaxx"],
+        "world": {"torhc": 2},
+    }
     with pytest.raises(MemoptError) as caught:
         compare(run, steps=1)
     codes = sorted(problem.code for problem in caught.value.problems)
