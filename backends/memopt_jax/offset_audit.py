@@ -126,19 +126,27 @@ def require_right(result: AuditResult) -> None:
     """
     if result.verdict not in ("wrong", "unknown"):
         return
+    message = _told(result)
+    if result.verdict == "unknown":
+        raise MemoptError.of("unknown-recorded-offsets", message, hint=_WAY_OUT)
+    raise MemoptError.of("wrong-recorded-offsets", message, hint=_WAY_OUT)
+
+
+_WAY_OUT = (
+    "use jax >= 0.11.1 (Python >= 3.12), or compile with "
+    f'{{"{_DISABLE}": "{ANNOTATOR_PASS}"}} and run Applied.check on the device first'
+)
+
+
+def _told(result: AuditResult) -> str:
     bad = result.of(result.verdict)
     shown = "; ".join(
         f"{item.instruction} ({item.direction}): recorded offset {item.recorded[0]} and stride {item.recorded[1]}, "
         + (f"computed {item.computed[0]} and {item.computed[1]}" if item.computed else "index not evaluable")
         for item in bad[:3]
     )
-    raise MemoptError.of(
-        f"{result.verdict}-recorded-offsets",
-        f"{len(bad)} of {len(result.findings)} recorded slice offsets are {result.verdict}: {shown}"
-        + ("; ..." if len(bad) > 3 else ""),
-        hint="use jax >= 0.11.1 (Python >= 3.12), or compile with "
-        f'{{"{_DISABLE}": "{ANNOTATOR_PASS}"}} and run Applied.check on the device first',
-    )
+    more = "; ..." if len(bad) > 3 else ""
+    return f"{len(bad)} of {len(result.findings)} recorded slice offsets are {result.verdict}: {shown}{more}"
 
 
 @dataclass(slots=True)
