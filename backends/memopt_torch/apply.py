@@ -22,6 +22,7 @@ from memopt.spec import ModelSpec
 
 from . import checking, recompute
 from .collectives import make_groups
+from .compiling import compile_units
 from .engine import Engine
 from .guards import guard_model, refuse_unfit
 from .inventory import Names, names_of
@@ -52,6 +53,7 @@ class Applied:
         self.regions = regions
         self._names = names
         self._optimizers: list[Optimizer] = []
+        self.optimizer_offloads: list[Any] = []
         self._step_ends: list[float] = []
         self._measured: Any = None
 
@@ -86,7 +88,9 @@ class Applied:
         from . import optimizer_offload
 
         paths = {parameter: path for path, parameter in self.held_parameters().items()}
-        optimizer_offload.install(optimizer, self.plan, paths)
+        offload = optimizer_offload.install(optimizer, self.plan, paths)
+        if offload is not None:
+            self.optimizer_offloads.append(offload)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients so that their global norm is at most `max_norm`; one all-reduce.
@@ -112,6 +116,17 @@ class Applied:
         """Lets another method than `forward` be called on a sharded module: weights are gathered around it."""
         register_method(self.engine, module, name)
 
+    def compile(self, **options: Any) -> None:
+        """Compiles each unit's forward with `torch.compile(**options)`; hooks stay outside and break no graph.
+
+        The order is: build, `apply_policy`, `compile`.
+
+        Raises:
+            MemoptError: `compile-holds-values`: values inside a unit are kept or offloaded by name, and a compiled
+                function shows no modules.
+        """
+        compile_units(self, options)
+
     def step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Torch needs no step function: hooks do the work. Returns `fn` unchanged."""
         return fn
@@ -125,6 +140,10 @@ class Applied:
         """Parameters were written by hand: gathered copies are dropped. Optimizers announce themselves."""
         if isinstance(self.engine, Engine):
             self.engine.parameters_stepped()
+
+    def module(self, path: str) -> nn.Module:
+        """The module at a canonical path."""
+        return self._names.module(path)
 
     def held_parameters(self) -> dict[str, nn.Parameter]:
         """Canonical path -> what the optimizer steps, tied parameters once."""

@@ -91,23 +91,29 @@ class TorchBackend:
         return world_size(mesh)
 
     def inspect(self, model: Any, *, params: Any = None, example_inputs: Any = None) -> ModelSpec:
-        """The inventory of a module."""
+        """The inventory of a module; with example inputs (keyword arguments, or a tuple) shapes of its values too."""
         from .inventory import inspect
 
-        return inspect(model)
+        spec = inspect(model)
+        if example_inputs is None:
+            return spec
+        from .shapes import called_with, shapes_of, with_shapes
+
+        return with_shapes(spec, shapes_of(lambda: model, called_with, example_inputs))
 
     def inspect_workload(self, workload: Any) -> ModelSpec:
         """The inventory of a workload's model, built on the meta device."""
         import torch
 
         from .inventory import inspect
+        from .shapes import shapes_of, with_shapes
         from .workloads import build
 
         if not hasattr(workload, "loss"):
             workload = build(workload)
         with torch.device("meta"):
-            model = workload.model()
-        return inspect(model)
+            spec = inspect(workload.model())
+        return with_shapes(spec, shapes_of(workload.model, workload.loss, workload.batch))
 
     def apply(
         self, model: Any, plan: Plan, spec: ModelSpec, *, optimizer: Any, params: Any, example_inputs: Any, mesh: Any
@@ -120,6 +126,12 @@ class TorchBackend:
                 "params-of-a-module", "a torch module holds its own parameters", hint="leave `params` out"
             )
         return apply(model, plan, spec, optimizer=optimizer, mesh=mesh)
+
+    def check(self, workload: Any, policy: Any, *, world_size: int = 1, seed: int = 0) -> Any:
+        """`memopt check`: the policy on and off on one batch of a workload."""
+        from .check_workload import check_workload
+
+        return check_workload(workload, policy, world_size=world_size, seed=seed)
 
     def launch(self, job_file: str, *, world_size: int) -> Launch:
         """How a row of `compare` is started."""
@@ -137,9 +149,9 @@ class TorchBackend:
         self, workload: Any, plan: Plan, spec: ModelSpec, *, target: Any, progress: Any = None
     ) -> dict[str, Any]:
         """The measured part of `memopt plan`."""
-        if importlib.util.find_spec("memopt_torch.trace") is None:
+        if importlib.util.find_spec("memopt_torch.plan") is None:
             raise MemoptError.of("plan-unsupported", "the torch backend cannot plan yet", hint="use --backend jax")
-        from .trace import estimate  # type: ignore[import-not-found]
+        from .plan import estimate  # type: ignore[import-not-found]
 
         return estimate(workload, plan, spec, target=target, progress=progress)
 

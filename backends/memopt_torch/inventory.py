@@ -203,8 +203,9 @@ def _activations(names: Names) -> Iterator[TensorSpec]:
             op=_op_of(module),
         )
         if "Attention" in type(module).__name__ and any(module.children()):
+            eager = getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
             for name in ("q", "k", "attn_out", "attn_stats"):
-                if f"{path}.{name}" not in names.modules:
+                if f"{path}.{name}" not in names.modules and not (eager and name == "attn_stats"):
                     op = "attention" if name.startswith("attn") else None
                     yield TensorSpec(f"{path}.{name}", "activation", None, None, module=path, op=op)
         if path in layers:

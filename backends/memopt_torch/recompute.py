@@ -53,6 +53,7 @@ class Region:
     told: set[str] = field(default_factory=set)
     used: set[int] = field(default_factory=set)
     mode: Mode = "policy"
+    is_compiled: bool = False
     before: Callable[[], None] = lambda: None
     _learnt: dict[Any, _Learnt] = field(default_factory=dict)
     _saved: SavedRegion = field(init=False)
@@ -82,6 +83,13 @@ class Region:
         else:
             del self.module.forward
 
+    def compile(self, options: dict[str, Any]) -> None:
+        """Compiles what the region runs; the checkpoint stays around it."""
+        self.remove()
+        self.module.forward = torch.compile(self.module.forward, **options)
+        self.__post_init__()
+        self.is_compiled = True
+
     def _forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or self.mode == "plain":
             return original(*args, **kwargs)
@@ -91,7 +99,7 @@ class Region:
             args, kwargs = self._without_cache(args, kwargs)
         _refuse_outer_checkpoint(self.path)
         refuse_own_checkpointing(self.module, self.path, is_deep=False)
-        if self.mode == "recompute":
+        if self.mode == "recompute" or self.is_compiled:
             return _checkpointed(original, args, kwargs)
         self.before()
         if not self.wanted.can_recompute:

@@ -182,9 +182,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = _first([*args, *kwargs.values()])
     target = kwargs.get("out", args[0])
     if func._schema.is_mutable and not isinstance(target, ShardedTensor):
-        raise _refusal(
-            func, like, "its result would go to a whole tensor without the other ranks' parts"
-        )
+        raise _refusal(func, like, "its result would go to a whole tensor without the other ranks' parts")
     local_args = [_operand(func, like, arg) for arg in args]
     result = func(*local_args, **{name: _operand(func, like, value) for name, value in kwargs.items()})
     return target if func._schema.is_mutable else _wrap_like(result, like)

@@ -1,0 +1,95 @@
+"""Shapes of a model's values, from one forward pass on fake tensors: nothing is computed and nothing allocated."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from memopt.spec import ModelSpec
+
+from .inventory import dtype_name, names_of
+from .traversal import tensors_in
+
+Shape = tuple[tuple[int, ...], str]
+
+
+def shapes_of(build: Callable[[], nn.Module], run: Callable[[nn.Module, Any], Any], batch: Any) -> Mapping[str, Shape]:
+    """Canonical path (`PATH`, `PATH.input`, `PATH.q` ...) -> shape and dtype, for one rank's batch.
+
+    Args:
+        build: Builds the model; called under the fake mode.
+        run: `run(model, batch)`, such as a workload's loss.
+        batch: Tensors (shapes are enough), any pytree.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    found: dict[str, Shape] = {}
+    with mode:
+        model = _all_fake(build())
+        fake = tree_map(lambda leaf: _fake(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+        handles = [_watch(module, path, found) for path, module in names_of(model).modules.items() if path]
+        with torch.no_grad():
+            run(model, fake)
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def called_with(model: nn.Module, inputs: Any) -> Any:
+    """Calls a model on example inputs: a mapping is keyword arguments, a tuple positional ones."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _all_fake(model: nn.Module) -> nn.Module:
+    """The model itself where it was built under the fake mode; else a copy of its structure with fake tensors."""
+    if all(isinstance(tensor, FakeTensor) for tensor in (*model.parameters(), *model.buffers())):
+        return model
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, FakeTensor):
+            fake = _fake(tensor)
+            memo[id(tensor)] = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
+    return copy.deepcopy(model, memo)
+
+
+def _watch(module: nn.Module, path: str, found: dict[str, Shape]) -> Any:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        first = next(tensors_in((args, kwargs)), None)
+        made = next(tensors_in(output), None)
+        if first is not None:
+            found.setdefault(f"{path}.input", (tuple(first.shape), dtype_name(first.dtype)))
+        if made is not None:
+            found.setdefault(path, (tuple(made.shape), dtype_name(made.dtype)))
+
+    return module.register_forward_hook(note, with_kwargs=True)
+
+
+def with_shapes(spec: ModelSpec, shapes: Mapping[str, Shape]) -> ModelSpec:
+    """The inventory with the shapes of the values that were seen."""
+    tensors = []
+    for tensor in spec.tensors:
+        seen = None
+        if tensor.role == "activation" and tensor.shape is None:
+            seen = next((shapes[name] for name in (tensor.path, *tensor.aliases) if name in shapes), None)
+            seen = seen or _inside_attention(tensor.path, shapes)
+        tensors.append(tensor if seen is None else replace(tensor, shape=seen[0], dtype=seen[1]))
+    return replace(spec, tensors=tuple(tensors))
+
+
+def _inside_attention(path: str, shapes: Mapping[str, Shape]) -> Shape | None:
+    """q and k after rotary embedding have the projections' sizes; the attention's result is o_proj's input."""
+    module, _, name = path.rpartition(".")
+    source = {"q": "q_proj", "k": "k_proj", "attn_out": "o_proj.input"}.get(name)
+    return shapes.get(f"{module}.{source}") if source is not None else None
