@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from .errors import MemoptError, did_you_mean
 
 if TYPE_CHECKING:
+    from .applied import Check
     from .estimate import Measured
     from .plan import Plan
+    from .policy import Policy
     from .spec import ModelSpec
 
 
@@ -34,11 +36,12 @@ class Capabilities:
 
     Attributes:
         supported: Feature names. Actions by role: `recompute:activation`, `offload:activation`, `offload:param`,
-            `offload:grad`, `offload:optimizer_state`, `shard:param`, `shard:grad`, `shard:optimizer_state`; parts of them:
-            `shard:dimension` (`axis: {fsdp: 0}`), `fraction:ROLE`, `layers:scan` (`layers:` on a scanned stack),
-            `update_on:host`, `update_on:device`; selectors: `name`, `op:matmul`, `op:attention`, `op:topk`, `op:random`;
-            settings: `reshard_after_forward:false`, `reshard_after_forward:int`, `prefetch`, `mesh:replicate`,
-            `mesh:custom` (other axes), `precision`, `precision:float16`, `accumulate`, `accumulate:last`.
+            `offload:grad`, `offload:optimizer_state`, `shard:param`, `shard:grad`, `shard:optimizer_state`; parts of
+            them: `shard:dimension` (`axis: {fsdp: 0}`), `fraction:ROLE`, `layers:scan` (`layers:` on a scanned stack),
+            `update_on:host`, `update_on:device`; selectors: `name`, `op:matmul`, `op:attention`, `op:topk`,
+            `op:random`; settings: `reshard_after_forward:false`, `reshard_after_forward:int`, `prefetch`,
+            `mesh:replicate`, `mesh:custom` (other axes), `precision`, `precision:float16`, `accumulate`,
+            `accumulate:last`.
         sharding: How `axis: NAME` (`auto`) is meant. `flat`: units are flat buffers, borders cut parameters anywhere;
             `divisible`: the largest dimension that the axis divides, else the rule is refused; `first`: dimension 0,
             uneven allowed.
@@ -85,9 +88,7 @@ class Backend(Protocol):
         """The inventory of a `Workload` or `WorkloadConfig`, activations included; allocates nothing."""
         ...
 
-    def estimate(
-        self, workload: Any, plan: Plan, spec: ModelSpec, *, target: Any, progress: Any = None
-    ) -> Measured:
+    def estimate(self, workload: Any, plan: Plan, spec: ModelSpec, *, target: Any, progress: Any = None) -> Measured:
         """The measured part of `memopt plan`, per device and step; `progress(line)` is told what takes long."""
         ...
 
@@ -101,6 +102,10 @@ class Backend(Protocol):
 
     def train(self, job: Any, *, emit: Any) -> None:
         """Run one row of `compare` in this process (a worker of its own); `emit(event)` for progress and the result."""
+        ...
+
+    def check(self, workload: Any, policy: Policy, *, seed: int) -> Check:
+        """Build a workload's model with seeded weights, apply the policy and compare the gradients of one batch."""
         ...
 
     def doctor(self) -> dict[str, Any]:
@@ -149,5 +154,3 @@ def backend_of(model: Any) -> Backend:
         hint="pass a torch.nn.Module, a flax.nnx.Module, a flax.linen.Module with params=, "
         "or a JAX function loss_fn(params, batch) with params= and example_inputs=",
     )
-
-

@@ -121,6 +121,12 @@ class JaxBackend:
 
         train(job, emit=emit)
 
+    def check(self, workload: Any, policy: Any, *, seed: int) -> Any:
+        """`memopt check`: the gradients of one batch with the policy on and off."""
+        from .check_workload import check_workload
+
+        return check_workload(workload, policy, seed=seed)
+
     def doctor(self) -> dict[str, Any]:
         """Versions, devices, and what can be planned here."""
         from .doctor import doctor

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from memopt.applied import Check
 from memopt.cli import COMMANDS, main
 
 GOOD = "version: 1\nrules: [{name: a, action: shard, match: {role: param}}]\n"
@@ -143,6 +144,28 @@ def test_doctor_says_versions_and_what_is_missing(capsys, monkeypatch) -> None:
     assert report["backends"]["jax"] == {"ok": False, "missing": "jax", "install": "pip install 'memopt[jax]'"}
     assert report["backends"]["torch"] == {"ok": True, "devices": ["cpu:0"]}
     assert "install: pip install 'memopt[jax]'" in run(capsys, "doctor")[1]
+
+
+@pytest.mark.parametrize(("same", "code"), [(True, 0), (False, 1)])
+def test_check_exits_by_its_verdict(capsys, good, monkeypatch, same, code) -> None:
+    class Backend:
+        def check(self, workload, policy, *, seed):
+            assert (workload, policy.version, seed) == ("w.yaml", 1, 7)
+            return Check(ok=same, loss_diff=0.0, max_grad_rel_diff=0.5, worst_tensor="layers.0.w", reference="plain")
+
+    monkeypatch.setattr("memopt.backend.load_backend", lambda name: Backend())
+    monkeypatch.setattr("memopt.workloads.load_workload", lambda reference: reference)
+    arguments = ("check", good, "--workload", "w.yaml", "--backend", "fake", "--seed", "7")
+    assert run(capsys, *arguments)[0] == code
+    ended, out, _ = run(capsys, *arguments, "--json")
+    assert ended == code
+    assert json.loads(out) == {
+        "ok": same,
+        "loss_diff": 0.0,
+        "max_grad_rel_diff": 0.5,
+        "worst_tensor": "layers.0.w",
+        "reference": "plain",
+    }
 
 
 def test_help_lists_the_commands_that_are_there(capsys) -> None:

@@ -1,0 +1,59 @@
+"""`memopt check` on JAX: a workload's own model, one batch, the policy on and off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from memopt.api import apply_policy
+from memopt.applied import Check
+from memopt.errors import MemoptError
+from memopt.policy import Policy
+from memopt.workloads import HfWorkload, Workload, WorkloadConfig
+from memopt.workloads.example import example_tokens, example_values
+
+from .workloads import build
+
+
+def check_workload(workload: WorkloadConfig | HfWorkload | Workload, policy: Policy, *, seed: int) -> Check:
+    """Builds the model with seeded weights, applies the policy and compares every gradient of one batch.
+
+    Raises:
+        MemoptError: `workload-other-backend`, and what the policy or the workload refuses.
+    """
+    if isinstance(workload, Workload):
+        built, batch = workload, _values(workload.batch, seed)
+        inputs = tuple(batch.values())
+    else:
+        built = build(workload, seed=seed)
+        tokens = jnp.asarray(example_tokens(workload, seed=seed))
+        batch, inputs = {"tokens": tokens}, (tokens[:, :-1], tokens[:, 1:])
+    model = built.model()
+    if not isinstance(model, nnx.Module):
+        raise MemoptError.of(
+            "workload-other-backend", f"`{built.name}` builds a {type(model).__qualname__}, not a flax nnx module"
+        )
+    applied = apply_policy(model, policy, example_inputs=inputs)
+    applied.optimizer(built.optimizer)
+
+    def step(model: Any, optimizer: Any, batch: Mapping[str, Any]) -> jax.Array:
+        loss, gradients = nnx.value_and_grad(built.loss)(model, batch)
+        optimizer.update(model, gradients)
+        return loss
+
+    applied.step(step)
+    return applied.check(batch)
+
+
+def _values(batch: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """The batch's own values; made up where it has shapes alone."""
+    return {
+        name: jnp.asarray(example_values(value.shape, str(value.dtype), seed=seed), value.dtype)
+        if isinstance(value, jax.ShapeDtypeStruct)
+        else value
+        for name, value in batch.items()
+    }
