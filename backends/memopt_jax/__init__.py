@@ -121,11 +121,11 @@ class JaxBackend:
 
         train(job, emit=emit)
 
-    def check(self, workload: Any, policy: Any, *, seed: int) -> Any:
+    def check(self, workload: Any, policy: Any, *, world_size: int = 1, seed: int = 0) -> Any:
         """`memopt check`: the gradients of one batch with the policy on and off."""
         from .check_workload import check_workload
 
-        return check_workload(workload, policy, seed=seed)
+        return check_workload(workload, policy, world_size=world_size, seed=seed)
 
     def doctor(self) -> dict[str, Any]:
         """Versions, devices, and what can be planned here."""

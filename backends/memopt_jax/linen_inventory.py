@@ -62,9 +62,8 @@ def record(
 ) -> tuple[list[Module], Program]:
     """Trace `call` with every module marking what it takes and gives."""
     classes: dict[str, str] = {}
-    canonical: dict[str, str] = _Canonical()
     config = LinenConfig(
-        paths=canonical,
+        paths=_Canonical(),
         active=None,
         regions={},
         on_call=lambda raw, module: classes.setdefault(raw, type(module).__name__) and None,
@@ -84,5 +83,6 @@ def record(
 class _Canonical(dict[str, str]):
     """Raw module path -> canonical path, worked out as asked for."""
 
-    def get(self, key: str, default: Any = None) -> str:
-        return canonical_path(key)
+    def __missing__(self, raw: str) -> str:
+        self[raw] = canonical_path(raw)
+        return self[raw]

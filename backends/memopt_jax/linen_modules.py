@@ -27,15 +27,19 @@ class LinenConfig:
     """What the interceptor does.
 
     Attributes:
-        paths: Raw module path -> canonical path with `*`; modules that are not listed use their raw path.
+        paths: Raw module path -> canonical path with `*`.
         active: Paths to mark; None marks all (when recording).
-        regions: Raw module path of a unit -> its region.
+        regions: Canonical path of a unit -> its region.
+        batched: Canonical paths of modules whose outputs are constrained.
+        constrain: Keeps the batch split over the mesh in those.
         on_call: Told each module and its raw path, when recording.
     """
 
     paths: Mapping[str, str]
     active: frozenset[str] | None
     regions: Mapping[str, Region]
+    batched: frozenset[str] = frozenset()
+    constrain: Callable[[Any], Any] | None = None
     on_call: Callable[[str, nn.Module], None] | None = None
 
 
@@ -54,13 +58,15 @@ def interceptor(config: LinenConfig) -> Callable[..., Any]:
         raw = raw_path(module)
         if config.on_call is not None:
             config.on_call(raw, module)
-        region = config.regions.get(raw)
+        path = config.paths[raw]
+        region = config.regions.get(path)
         if region is not None and raw not in _OPEN.get():
             return _lifted(module, args, kwargs, region, raw)
-        path = config.paths.get(raw, raw)
         args, kwargs = naming.mark_inputs(args, kwargs, path, active=config.active)
         with naming.scope(path) if config.active is None else contextlib.nullcontext():
             outputs = next_call(*args, **kwargs)
+        if config.constrain is not None and path in config.batched:
+            outputs = config.constrain(outputs)
         return naming.mark_outputs(outputs, path, active=config.active)
 
     return intercept
@@ -88,8 +94,10 @@ def _lifted(module: nn.Module, args: Any, kwargs: Any, region: Region, raw: str)
         inner_body = nn.map_variables(body, "params", trans_in_fn=ready, init=False, mutable=False)
     else:
         inner_body = body
-    run = nn.remat(inner_body, policy=region.policy, prevent_cse=region.prevent_cse)
-    outputs = run(module, arrays)
+    if region.policy is None:
+        outputs = inner_body(module, arrays)
+    else:
+        outputs = nn.remat(inner_body, policy=region.policy, prevent_cse=region.prevent_cse)(module, arrays)
     return static_out[-1].join(outputs)
 
 

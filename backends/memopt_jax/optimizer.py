@@ -53,12 +53,14 @@ class StatePlacement:
     Attributes:
         layouts: Shardings over the mesh.
         rows: Parameter label -> its `optimizer_state` row.
+        param_rows: Parameter label -> its own row.
         grad_rows: Parameter label -> its `grad` row.
         template: Index-free labels.
     """
 
     layouts: Layouts
     rows: Mapping[str, PlanRow]
+    param_rows: Mapping[str, PlanRow]
     grad_rows: Mapping[str, PlanRow]
     template: Template
 
@@ -73,7 +75,16 @@ class StatePlacement:
                 found.setdefault(template.label(row.path), row)
             return found
 
-        return cls(layouts, first("optimizer_state"), first("grad"), template)
+        return cls(layouts, first("optimizer_state"), first("param"), first("grad"), template)
+
+    @property
+    def offloads_any(self) -> bool:
+        """Whether any parameter or optimizer state rests on the host."""
+        return any(row.memory_kind == "pinned_host" for rows in (self.rows, self.param_rows) for row in rows.values())
+
+    def param_shardings(self, params: Any) -> Any:
+        """A sharding for every parameter of a tree."""
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: self._sharding(path, leaf, self.param_rows), params)
 
     def label_of(self, path: Sequence[Any], shape: tuple[int, ...], known: Mapping[str, Any]) -> str | None:
         """The parameter a leaf of the state belongs to: the longest end of its path that names one of the same shape."""
@@ -93,20 +104,22 @@ class StatePlacement:
         return jax.tree_util.tree_map_with_path(lambda path, leaf: self._sharding(path, leaf, self.rows), state)
 
     def constrain_gradients(self, gradients: Any) -> Any:
-        """Gradients laid out as planned: reduce-scattered where they are sharded."""
+        """Gradients on the device and laid out as planned: reduce-scattered where they are sharded."""
 
         def constrain(path: Any, leaf: Any) -> Any:
             label = self.label_of(path, leaf.shape, self.grad_rows)
+            if label is not None and self.param_rows[label].memory_kind == "pinned_host":
+                leaf = jax.device_put(leaf, jax.memory.Space.Device)  # JAX leaves a gradient where its parameter rests
             if label is None or not self.grad_rows[label].layout:
                 return leaf
             return jax.lax.with_sharding_constraint(leaf, self._sharding(path, leaf, self.grad_rows, on_device=True))
 
         return jax.tree_util.tree_map_with_path(constrain, gradients)
 
-    def is_offloaded(self, path: Any, leaf: Any) -> bool:
-        """Whether a leaf of the state rests on the host."""
-        label = self.label_of(path, leaf.shape, self.rows) if leaf.ndim else None
-        return label is not None and self.rows[label].memory_kind == "pinned_host"
+    def rests_on_host(self, path: Any, leaf: Any, rows: Mapping[str, PlanRow]) -> bool:
+        """Whether a leaf, of the state or of the parameters, rests on the host."""
+        label = self.label_of(path, leaf.shape, rows) if leaf.ndim else None
+        return label is not None and rows[label].memory_kind == "pinned_host"
 
     def _sharding(self, path: Any, leaf: Any, rows: Mapping[str, PlanRow], *, on_device: bool = False) -> Any:
         label = self.label_of(path, leaf.shape, rows) if getattr(leaf, "ndim", 0) else None
@@ -127,18 +140,21 @@ Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 def whole_update(tx: optax.GradientTransformation, placement: StatePlacement) -> Update:
-    """The update with the whole state on the device while it runs; offloaded leaves are fetched and sent back."""
+    """The update with the whole state on the device while it runs; what rests on the host is fetched and sent back."""
 
-    def move(state: Any, reference: Any, space: Any) -> Any:
+    def move(tree: Any, reference: Any, space: Any, rows: Mapping[str, PlanRow]) -> Any:
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf, of: jax.device_put(leaf, space) if placement.is_offloaded(path, of) else leaf,
-            state,
+            lambda path, leaf, of: jax.device_put(leaf, space) if placement.rests_on_host(path, of, rows) else leaf,
+            tree,
             reference,
         )
 
     def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
         gradients = placement.constrain_gradients(gradients)
-        updates, new_state = tx.update(gradients, move(state, state, jax.memory.Space.Device), params)
-        return optax.apply_updates(params, updates), move(new_state, state, jax.memory.Space.Host)
+        device, host = jax.memory.Space.Device, jax.memory.Space.Host
+        here = move(params, params, device, placement.param_rows)
+        updates, new_state = tx.update(gradients, move(state, state, device, placement.rows), here)
+        new_params = optax.apply_updates(here, updates)
+        return move(new_params, params, host, placement.param_rows), move(new_state, state, host, placement.rows)
 
     return update

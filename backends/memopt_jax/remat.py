@@ -8,6 +8,7 @@ A scan's body is traced once for all layers: where layers differ, the region fir
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -45,6 +46,9 @@ def op_of(primitive: str, params: Mapping[str, Any]) -> str | None:
         return "attention"
     return op
 
+
+CUTTING: ContextVar[bool] = ContextVar("memopt_cutting", default=False)
+"""Whether the program being traced will have its scans cut."""
 
 _TO_HOST = Offloadable(src="device", dst="pinned_host")
 
@@ -117,11 +121,15 @@ class StackPolicy:
     layers: tuple[UnitPolicy, ...]
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
-        """Always raises: the scan around this region was not reached by the rewriting.
+        """Raises unless the scan around this region is about to be cut.
+
+        linen's scan asks once while the model is traced; that answer is thrown away with the placeholder.
 
         Raises:
             MemoptError: `scan-not-reached`.
         """
+        if CUTTING.get():
+            return Recompute
         raise MemoptError.of(
             "scan-not-reached",
             f"the layers of `{self.unit}` are treated differently, which needs its scan to be cut, "

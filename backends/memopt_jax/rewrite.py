@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from .remat import StackPolicy, Static
+from .remat import CUTTING, StackPolicy, Static
 from .values import equations, inner_jaxprs
 
 _MAX_PERIOD = 16
@@ -80,7 +80,11 @@ def with_cut_scans(body: Callable[[Any], Any], arguments: Any) -> Any:
         static_out.append(static)
         return outputs
 
-    closed = jax.make_jaxpr(traced)(arrays)
+    token = CUTTING.set(True)
+    try:
+        closed = jax.make_jaxpr(traced)(arrays)
+    finally:
+        CUTTING.reset(token)
     return static_out[-1].join(run(closed, arrays))
 
 

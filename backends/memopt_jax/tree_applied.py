@@ -1,0 +1,205 @@
+"""What `apply_policy` returns where parameters are a tree the user passes around: linen modules and plain functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from memopt.applied import Check, Reference
+from memopt.errors import MemoptError
+from memopt.plan import Plan
+from memopt.spec import ModelSpec
+
+from .applied import AppliedBase
+from .checking import Gradients, compare
+from .compiled import CompiledStep
+from .optimizer import transformation_of
+from .remat import Static
+from .shardings import place
+
+StepFunction = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
+
+
+class TreeOptimizer:
+    """An optax transformation whose state rests where the plan says.
+
+    `init` and `update` are optax's; `update_and_apply` is the fused form, which streaming needs.
+    """
+
+    def __init__(self, applied: TreeApplied, tx: optax.GradientTransformation) -> None:
+        self._applied = applied
+        self._tx = tx
+        self._fused = applied.update_of(tx)
+        self._tap: list[Any] | None = None
+
+    def init(self, params: Any) -> Any:
+        """The state for `params`, placed."""
+        state = self._tx.init(params)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
+            return state
+        return place(state, self._applied.placement.state_shardings(state))
+
+    def update_and_apply(self, gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """New parameters and new state."""
+        if self._tap is not None:
+            self._tap.append(gradients)
+            return params, state
+        return self._fused(gradients, state, params)
+
+    def update(self, gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """optax's own form: updates and new state, for `optax.apply_updates`.
+
+        Raises:
+            MemoptError: `update-not-fused` where state or parameters rest on the host.
+        """
+        if self._tap is not None:
+            self._tap.append(gradients)
+            return jax.tree.map(jax.numpy.zeros_like, gradients), state
+        if self._applied.placement.offloads_any:
+            raise MemoptError.of(
+                "update-not-fused",
+                "optimizer state or parameters rest on the host, and optax's two calls would bring all of it to the device",
+                hint="params, opt_state = optimizer.update_and_apply(grads, opt_state, params)",
+            )
+        return self._tx.update(self._applied.placement.constrain_gradients(gradients), state, params)
+
+    def tapped(self) -> _Tapped:
+        """While open, updates are recorded and change nothing."""
+        return _Tapped(self)
+
+
+class _Tapped:
+    def __init__(self, optimizer: TreeOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def __enter__(self) -> list[Any]:
+        self._optimizer._tap = []  # noqa: SLF001
+        return self._optimizer._tap  # noqa: SLF001
+
+    def __exit__(self, *_: object) -> None:
+        self._optimizer._tap = None  # noqa: SLF001
+
+
+class TreeApplied(AppliedBase):
+    """A model whose parameters the user holds."""
+
+    def __init__(self, plan: Plan, spec: ModelSpec, *, mesh: Any) -> None:
+        super().__init__(plan, spec, mesh)
+        self._step: CompiledStep | None = None
+        self._step_fn: StepFunction | None = None
+        self._optimizer: TreeOptimizer | None = None
+        self._last: tuple[Any, Any] | None = None
+        self._reference: str | None = None
+
+    def place_params(self, params: Any) -> Any:
+        """The parameters where they rest between steps; those that are there already are not touched."""
+        return place(params, self.placement.param_shardings(params))
+
+    def optimizer(self, cls_or_tx: Any, params: Any = None, **kw: Any) -> TreeOptimizer:
+        """The optimizer on the parameters, its state placed as the policy says.
+
+        Args:
+            cls_or_tx: An optax transformation, or a function that makes one from `kw`.
+            params: Not needed: `init(params)` takes them.
+            kw: For `cls_or_tx`.
+        """
+        del params
+        self._optimizer = TreeOptimizer(self, transformation_of(cls_or_tx, kw))
+        return self._optimizer
+
+    def step(self, fn: StepFunction) -> StepFunction:
+        """`fn(params, opt_state, batch) -> (params, opt_state, aux)` compiled with donation of the first two."""
+        self._step_fn = fn
+        compiled = CompiledStep(fn, plan=self.plan, layouts=self.layouts, treatments=self.treatments)
+        self._step = compiled
+
+        def run(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
+            params = self.place_params(params)
+            opt_state = place(opt_state, self.placement.state_shardings(opt_state))
+            self._last = (params, opt_state)
+            self.before_step(batch)
+            params, opt_state, aux = compiled(params, opt_state, batch)
+            self._last = (params, opt_state)
+            return params, opt_state, aux
+
+        return run
+
+    def check(self, batch: Any, *, reference: Reference = "auto", layout: bool = False, state: Any = None) -> Check:
+        """Compare every gradient of one batch with the policy's residual and memory slots on and off.
+
+        Args:
+            batch: As for the step.
+            reference: `plain` keeps everything, `recompute` recomputes every unit; `auto` takes `plain`.
+            layout: Also compare with the unsharded model on one device.
+            state: (params, opt_state) to check with; those of the last step when left out.
+
+        Raises:
+            MemoptError: `check-needs-a-step`.
+        """
+        state = self._last if state is None else state
+        if self._step_fn is None or self._optimizer is None or state is None:
+            raise MemoptError.of(
+                "check-needs-a-step",
+                "the check takes its loss from the training step, and no step, optimizer or parameters were given yet",
+                hint="call run.optimizer(...) and run.step(fn), and pass state=(params, opt_state) before the first step",
+            )
+        against = "plain" if reference == "auto" else reference
+        ours = self._gradients(state, batch, None)
+        result = compare(ours, self._gradients(state, batch, against), reference=against)
+        if layout and result.ok:
+            result = compare(ours, self._gradients(state, batch, "unsharded"), reference=against, is_reordered=True)
+        return result
+
+    def _gradients(self, state: tuple[Any, Any], batch: Any, reference: str | None) -> Gradients:
+        fn, optimizer = self._step_fn, self._optimizer
+        if fn is None or optimizer is None:
+            raise RuntimeError("no step function")
+        if reference == "unsharded":
+            device = self.layouts.mesh.devices.flat[0]
+            state, batch = jax.tree.map(lambda leaf: jax.device_put(leaf, device), (state, batch))
+        else:
+            batch = self.place_batch(batch)
+
+        def pure(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
+            with optimizer.tapped() as taken:
+                _, _, aux = fn(params, opt_state, batch)
+            if not taken:
+                raise MemoptError.of(
+                    "step-without-update",
+                    "the step function never called the optimizer, so there are no gradients to compare",
+                    hint="call optimizer.update_and_apply(grads, opt_state, params) in the step function",
+                )
+            return Static.split(aux)[0], taken[0]
+
+        self._reference = reference
+        try:
+            aux, gradients = jax.jit(pure)(*state, batch)
+        finally:
+            self._reference = None
+        paths, _ = jax.tree_util.tree_flatten_with_path(gradients)
+        named = {_dotted(path): jax.device_get(leaf) for path, leaf in paths}
+        return Gradients([jax.device_get(leaf) for leaf in aux], named)
+
+    def figures(self) -> Any:
+        """Bytes, FLOPs and collectives of the compiled step, measured on the executable."""
+        if self._step is None or self._last is None:
+            raise MemoptError.of("no-step-yet", "no step has run, so nothing was measured", hint="run one step first")
+        return self._step.figures(*self._last)
+
+    def _step_time_s(self) -> float | None:
+        return None if self._step is None else self._step.step_time_s
+
+
+def _dotted(path: Any) -> str:
+    keys = [str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry)))) for entry in path]
+    return ".".join(keys[1:] if keys[:1] == ["params"] else keys)
+
+
+def as_variables(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Variable collections: what `model.init` returns, or bare parameters put under `params`."""
+    return params if "params" in params else {"params": params}
+
+
