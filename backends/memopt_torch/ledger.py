@@ -6,6 +6,7 @@ outlived the forward pass. So the ledger keeps every birth, resize and death of 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -75,6 +76,19 @@ class Peak:
     largest: tuple[tuple[int, str, tuple[int, ...], str, str], ...]
     by_module: dict[str, int]
     host_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPeak:
+    """The highest moment of a stretch of a step: device bytes by role, and the operator that reached it."""
+
+    by_role: dict[str, int]
+    origin: str
+
+    @property
+    def nbytes(self) -> int:
+        """All roles together."""
+        return sum(self.by_role.values())
 
 
 @dataclass
@@ -204,6 +218,31 @@ class Ledger:
             by_module=by_module,
             host_nbytes=self._host_peak(),
         )
+
+    def segment_peaks(self, starts: list[int]) -> list[SegmentPeak]:
+        """The highest moment of each stretch of events; `starts` are their first events, ascending."""
+        events = len(self.events)
+        bounds = [*(min(start, events) for start in starts), events]
+        levels = list(self.timeline())
+        picks: list[int] = []
+        for first, last in itertools.pairwise(bounds):
+            # A stretch begins at the level the one before left.
+            inside = range(max(first - 1, 0), max(last, first))
+            picks.append(max(inside, key=levels.__getitem__, default=-1))
+        roles = [record.settled_role() for record in self.records]
+        found: dict[int, dict[str, int]] = {}
+        totals: dict[str, int] = {str(role): 0 for role in ROLES}
+        wanted = set(picks)
+        for event, (index, change) in enumerate(self.events):
+            if not self.records[index].is_host:
+                totals[roles[index]] += change
+            if event in wanted:
+                found[event] = dict(totals)
+        empty: dict[str, int] = {str(role): 0 for role in ROLES}
+        return [
+            SegmentPeak(found.get(pick, empty), self.records[self.events[pick][0]].origin if pick >= 0 else "")
+            for pick in picks
+        ]
 
     def _phase_at(self, event: int) -> str:
         current = "start"

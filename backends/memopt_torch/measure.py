@@ -311,6 +311,16 @@ class StepMeter(TorchDispatchMode):
         if formula is not None:
             self._flops[self.ledger.phase == "recompute"] += formula(*args, **kwargs, out_val=out)
 
+    @property
+    def flops(self) -> tuple[int, int]:
+        """FLOPs so far, and those of them that were recomputed."""
+        return sum(self._flops.values()), self._flops[True]
+
+    @property
+    def collectives(self) -> dict[str, Collective]:
+        """Collectives so far."""
+        return {name: Collective(*entry) for name, entry in sorted(self._collectives.items())}
+
     def result(self) -> StepResult:
         """The figures of the step that was run inside."""
         phase_of = dict(self.ledger.phases)
@@ -323,7 +333,7 @@ class StepMeter(TorchDispatchMode):
             peak=self.ledger.peak(),
             flops=sum(self._flops.values()),
             recomputed_flops=self._flops[True],
-            collectives={name: Collective(*entry) for name, entry in sorted(self._collectives.items())},
+            collectives=self.collectives,
             timeline=tuple(_thinned(points, 2000)),
             num_ops=self._num_ops,
         )
