@@ -95,8 +95,8 @@ def step_figures(
         step_flops=flops.count(jaxpr).total,
         collectives=count_collectives(compiled.as_text()),
         notes=(
-            "peak: argument + output - alias + temp of the executable, less what is counted as on the host; its split by "
-            "role is attributed",
+            "peak: argument + output - alias + temp of the executable, less what is counted as on the host; its split "
+            "by role is attributed",
             "collectives: instructions of the compiled program; those in a loop's body count once",
         ),
     )

@@ -75,7 +75,7 @@ def main(policy):
         return params, opt_state, loss
 
     step = run.step(train_step)
-    params, opt_state = run.params, optimizer.init(run.params)
+    params, opt_state = variables, optimizer.init(variables)
     for number, tokens in enumerate(batches(8)):
         params, opt_state, loss = step(params, opt_state, tokens)
         print(f"step {number} loss {float(loss):.9f}")

@@ -1,0 +1,8 @@
+"""`python -m memopt` is the `memopt` command."""
+
+from __future__ import annotations
+
+from .cli import main
+
+if __name__ == "__main__":
+    main()
