@@ -17,6 +17,7 @@ from .loading import load_policy, validate_options
 from .lowering import make_plan as lower
 from .plan import Plan
 from .policy import Policy
+from .quantities import format_seconds
 from .roofline import Rates
 from .spec import ModelSpec
 from .step_time import StepTime, overlap_of, step_time
@@ -94,7 +95,21 @@ class PlanResult:
     def advice(self) -> tuple[str, ...]:
         """What to change, or know, biggest first."""
         settings = tuple(verdict.setting for verdict in self.verdicts if verdict.setting)
-        return (*settings, *advice(self.plan, self.measured, fits=self.fits))
+        too_large = any(verdict.fits is False for verdict in self.verdicts if verdict.name == "device")
+        return (*settings, *advice(self.plan, self.measured, fits=not too_large), *self._about_overlap())
+
+    def _about_overlap(self) -> tuple[str, ...]:
+        """Transfers the compiler's schedule leaves exposed, and the option that pipelines them."""
+        exposed_s, step_s = (self.measured.overlap or {}).get("exposed_s"), self.time.estimate_s
+        options = self.plan.options.get("compiler_options") or {}
+        option = "xla_gpu_enable_pipelined_host_offloading"
+        if self.setting.target.kind != "gpu" or not exposed_s or not step_s or exposed_s < 0.05 * step_s:
+            return ()
+        share = f"{exposed_s / step_s:.0%} of the step"
+        text = f"the schedule leaves {format_seconds(exposed_s)} of transfers exposed ({share})"
+        if self.setting.backend.name != "jax" or options.get(option):
+            return (f"{text}; offload less",)
+        return (f"{text}; try `backend_options: {{jax: {{compiler_options: {{{option}: true}}, check: first_step}}}}`",)
 
     @property
     def left_out(self) -> tuple[str, ...]:
