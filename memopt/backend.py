@@ -104,7 +104,7 @@ class Backend(Protocol):
         """Run one row of `compare` in this process (a worker of its own); `emit(event)` for progress and the result."""
         ...
 
-    def check(self, workload: Any, policy: Policy, *, seed: int) -> Check:
+    def check(self, workload: Any, policy: Policy, *, world_size: int = 1, seed: int = 0) -> Check:
         """Build a workload's model with seeded weights, apply the policy and compare the gradients of one batch."""
         ...
 

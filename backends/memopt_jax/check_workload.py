@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -19,12 +20,17 @@ from memopt.workloads.example import example_tokens, example_values
 from .workloads import build
 
 
-def check_workload(workload: WorkloadConfig | HfWorkload | Workload, policy: Policy, *, seed: int) -> Check:
+def check_workload(
+    workload: WorkloadConfig | HfWorkload | Workload, policy: Policy, *, world_size: int = 1, seed: int = 0
+) -> Check:
     """Builds the model with seeded weights, applies the policy and compares every gradient of one batch.
 
+    On the CPU there are as many devices as are asked for, if JAX has not been used in this process before.
+
     Raises:
-        MemoptError: `workload-other-backend`, and what the policy or the workload refuses.
+        MemoptError: `no-such-device`, `workload-other-backend`, and what the policy or the workload refuses.
     """
+    _have_devices(world_size)
     if isinstance(workload, Workload):
         built, batch = workload, _values(workload.batch, seed)
         inputs = tuple(batch.values())
@@ -47,6 +53,18 @@ def check_workload(workload: WorkloadConfig | HfWorkload | Workload, policy: Pol
 
     applied.step(step)
     return applied.check(batch)
+
+
+def _have_devices(world_size: int) -> None:
+    if world_size > 1:
+        with suppress(RuntimeError):  # JAX is in use already, and has the devices it has
+            jax.config.update("jax_num_cpu_devices", world_size)
+    if jax.device_count() != world_size:
+        raise MemoptError.of(
+            "no-such-device",
+            f"the check is for {world_size} devices and jax sees {jax.device_count()}",
+            hint=f"write `--world-size {jax.device_count()}`",
+        )
 
 
 def _values(batch: Mapping[str, Any], seed: int) -> dict[str, Any]:

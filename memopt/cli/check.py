@@ -14,6 +14,7 @@ def check(
     policy: Annotated[Path, typer.Argument(help="The policy file.", metavar="POLICY")],
     workload: Annotated[str, typer.Option(help="FILE.yaml, hf:PATH, FILE.py:FUNCTION or package.module:FUNCTION.")],
     backend: Annotated[str, typer.Option(help="jax, torch, or another registered backend.")],
+    world_size: Annotated[int | None, typer.Option(min=1, help="Devices; left out: the least the mesh takes.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and the batch.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
 ) -> None:
@@ -22,18 +23,21 @@ def check(
     Exit code 0 when they agree, 1 when they do not.
     """
     from ..backend import load_backend
+    from ..checking import least_world
     from ..loading import load_policy
     from ..workloads import load_workload
 
     chosen = load_backend(backend)
-    result = chosen.check(load_workload(workload), load_policy(policy), seed=seed)
+    loaded = load_policy(policy)
+    size = world_size or least_world(loaded)
+    result = chosen.check(load_workload(workload), loaded, world_size=size, seed=seed)
     if as_json:
         print(json.dumps(result.to_json(), indent=2))
     else:
         verdict = "the same gradients" if result.ok else "DIFFERENT gradients"
         worst = "" if result.worst_tensor is None else f" (worst: {result.worst_tensor})"
-        differs = (
-            f"loss differs by {result.loss_diff:g}, gradients by at most {result.max_grad_rel_diff:g} of their norm"
+        print(f"{policy}: {verdict} as with {result.reference} residuals{worst}")
+        print(
+            f"  the loss differs by {result.loss_diff:g}, a gradient by at most {result.max_grad_rel_diff:g} of its norm"
         )
-        print(f"{policy}: {verdict} as with {result.reference} residuals\n  {differs}{worst}")
     sys.exit(0 if result.ok else 1)

@@ -146,11 +146,11 @@ def test_doctor_says_versions_and_what_is_missing(capsys, monkeypatch) -> None:
     assert "install: pip install 'memopt[jax]'" in run(capsys, "doctor")[1]
 
 
-@pytest.mark.parametrize(("same", "code"), [(True, 0), (False, 1)])
+@pytest.mark.parametrize("same, code", [(True, 0), (False, 1)])
 def test_check_exits_by_its_verdict(capsys, good, monkeypatch, same, code) -> None:
     class Backend:
-        def check(self, workload, policy, *, seed):
-            assert (workload, policy.version, seed) == ("w.yaml", 1, 7)
+        def check(self, workload, policy, *, world_size, seed):
+            assert (workload, policy.version, world_size, seed) == ("w.yaml", 1, 1, 7)
             return Check(ok=same, loss_diff=0.0, max_grad_rel_diff=0.5, worst_tensor="layers.0.w", reference="plain")
 
     monkeypatch.setattr("memopt.backend.load_backend", lambda name: Backend())
