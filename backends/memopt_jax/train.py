@@ -131,8 +131,10 @@ def _plain(workload: Workload, model: nnx.Module, mesh: Mesh) -> _Training:
 
 
 def _applied(job: Any, workload: Workload, model: nnx.Module, batch: Mapping[str, Any]) -> _Training:
-    tokens = batch["tokens"]
-    applied = apply_policy(model, job.policy, example_inputs=(tokens[:, :-1], tokens[:, 1:]))
+    inputs: tuple[Any, ...] = tuple(batch.values())  # of a workload that brings its own batch
+    if job.batches is not None:
+        inputs = (batch["tokens"][:, :-1], batch["tokens"][:, 1:])
+    applied = apply_policy(model, job.policy, example_inputs=inputs)
     optimizer = applied.optimizer(workload.optimizer)
 
     def fn(model: Any, optimizer: Any, batch: Mapping[str, Any]) -> jax.Array:

@@ -134,11 +134,32 @@ def _trained(job: Any, workload: Workload, training: _Training, device: torch.de
 
 
 def _step(workload: Workload, training: _Training, batch: Mapping[str, Any]) -> torch.Tensor:
-    loss = workload.loss(training.model, batch)
-    loss.backward()
+    """One optimizer step; under `accumulate` over as many micro-batches, whose mean is the batch's."""
+    num_micro = 1 if training.applied is None else training.applied.plan.accumulate_steps
+    total = None
+    for micro in _micro_batches(batch, num_micro):
+        loss = workload.loss(training.model, micro) / num_micro
+        loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
     training.optimizer.step()
     training.optimizer.zero_grad()
-    return loss.detach()
+    assert total is not None, "there is at least one micro-batch"
+    return total
+
+
+def _micro_batches(batch: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
+    if count == 1:
+        return [batch]
+    for name, tensor in batch.items():
+        if tensor.shape[0] % count:
+            raise MemoptError.of(
+                "workload-batch-not-divisible",
+                f"`{name}` has {tensor.shape[0]} sequences on each rank, which do not divide into {count} micro-batches",
+                hint=f"use a batch that is a multiple of ranks times {count}, or other accumulate.steps",
+                path="accumulate.steps",
+            )
+    parts = {name: tensor.chunk(count) for name, tensor in batch.items()}
+    return [{name: chunks[index] for name, chunks in parts.items()} for index in range(count)]
 
 
 def _engine(training: _Training) -> Any:
