@@ -20,7 +20,7 @@ def compile_units(applied: Applied, options: dict[str, Any]) -> None:
         raise MemoptError(
             Problem(
                 "compile-holds-values",
-                f"rules keep or offload values inside `{region.path}`; a compiled function shows no modules to name them",
+                f"rules hold values inside `{region.path}` by name; a compiled function shows no modules",
                 path=region.path,
                 hint="recompute the unit whole, or leave it uncompiled",
             )

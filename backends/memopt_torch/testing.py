@@ -66,6 +66,30 @@ def run_ranks(
     return [_checked(rank, answer, may_fail) for rank, answer in enumerate(answers)]
 
 
+def run_fake(function: Callable[..., Result], world_size: int, *args: Any, timeout_s: float = 120.0) -> Result:
+    """`function(*args)` in one forked process that believes to be rank 0 of `world_size`: collectives do nothing, so
+    counts and bytes are real and values are not."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_fake_main, args=(function, world_size, sender, args), daemon=True)
+    process.start()
+    sender.close()
+    answer = _answer(receiver, timeout_s)
+    process.join(timeout=10)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return _checked(0, answer, may_fail=False)
+
+
+def _fake_main(function: Callable[..., Any], world_size: int, sender: Any, args: Any) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    _send(function, args, sender)
+
+
 def _answer(receiver: Any, timeout_s: float) -> tuple[bool, Any, str] | None:
     if not receiver.poll(timeout_s):
         return None
@@ -97,6 +121,11 @@ def _rank_main(
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    _send(function, args, sender)
+
+
+def _send(function: Callable[..., Any], args: Any, sender: Any) -> None:
+    """Runs and answers, then ends the process."""
     try:
         answer: tuple[bool, Any, str] = (True, function(*args), "")
     except Exception as error:  # noqa: BLE001  # whatever it was, the parent raises it

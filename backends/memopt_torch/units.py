@@ -357,7 +357,8 @@ class Use:
             self._unit.live_uses -= 1
 
     def __del__(self) -> None:
-        self.finish()
+        if hasattr(self, "_done"):  # a tracer may make one without calling __init__
+            self.finish()
 
 
 def sections_of(unit: Unit, requests: Sequence[ParameterRequest], dtypes: Dtypes, *, size: int, rank: int) -> None:
