@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from . import flops
+from .jaxprs import scan_counts
 
 _COLLECTIVES = {
     "all-gather": "all_gather",
@@ -143,11 +144,11 @@ def residual_nbytes(jaxpr: Any) -> int:
             if equation.primitive.name != "scan":
                 continue
             if equation.params["reverse"]:
-                first = equation.params["num_consts"] + equation.params["num_carry"]
+                first = sum(scan_counts(equation))
                 taken = {id(var) for var in equation.invars[first:]}
                 total += sum(size for key, size in stacked.items() if key in taken)
             else:
-                outputs = equation.outvars[equation.params["num_carry"] :]
+                outputs = equation.outvars[scan_counts(equation)[1] :]
                 stacked.update({id(var): _nbytes(var.aval.shape, var.aval.dtype) for var in outputs})
     return total
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from .jaxprs import scan_counts
 from .remat import CUTTING, StackPolicy, Static
 from .values import equations, inner_jaxprs
 
@@ -149,7 +150,7 @@ def _region(eqn: Any, inputs: list[Any], *, replace_policy: Any, prevent_cse: bo
 
 
 def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    num_consts, num_carry = scan_counts(eqn)
     body = eqn.params["jaxpr"]
     consts, carry, xs = inputs[:num_consts], inputs[num_consts : num_consts + num_carry], inputs[num_consts + num_carry :]
 

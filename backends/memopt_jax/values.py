@@ -12,6 +12,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from .jaxprs import scan_counts
 from .naming import marked_path, module_of
 from .remat import RegionPolicy, StackPolicy, UnitPolicy, op_of
 
@@ -191,7 +192,7 @@ def _name(value: Value, name: str, program: Program, scans: tuple[int, ...], sco
 
 
 def _scan(eqn: Any, inputs: list[Value], program: Program, scans: tuple[int, ...], scope: str) -> list[Value]:
-    length, num_consts, num_carry = eqn.params["length"], eqn.params["num_consts"], eqn.params["num_carry"]
+    length, (num_consts, num_carry) = eqn.params["length"], scan_counts(eqn)
     body = eqn.params["jaxpr"]
     inside = (*scans, length)
     fresh = [_value(var, inside) for var in body.jaxpr.invars]
