@@ -38,6 +38,6 @@ def check(
         worst = "" if result.worst_tensor is None else f" (worst: {result.worst_tensor})"
         print(f"{policy}: {verdict} as with {result.reference} residuals{worst}")
         print(
-            f"  the loss differs by {result.loss_diff:g}, a gradient by at most {result.max_grad_rel_diff:g} of its norm"
+            f"  loss: {result.loss_diff:g} apart; gradients: at most {result.max_grad_rel_diff:g} of their norm apart"
         )
     sys.exit(0 if result.ok else 1)
