@@ -150,7 +150,8 @@ def _activation(
     neutral = tensor.tensor or next(
         (name for name in (tensor_name(spec.family, path) for path in names) if name is not None), None
     )
-    is_cast = precision is not None and tensor.dtype in FLOATS and tensor.dtype == model_dtype
+    follows = tensor.dtype in FLOATS and tensor.dtype == model_dtype and neutral != "attn_stats"  # those stay float32
+    is_cast = precision is not None and follows
     dtype = precision.compute if precision is not None and is_cast else tensor.dtype
     return Entry(replace(tensor, tensor=neutral), unit, dtype, layers=layers, own_input=is_own_input)
 

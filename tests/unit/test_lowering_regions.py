@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memopt import MemoptError, Plan, make_plan
+from memopt.spec import TensorSpec
 
 
 def residuals(plan: Plan, unit: str) -> dict[str, str | None]:
@@ -190,6 +191,14 @@ def test_activations_take_the_compute_dtype(rules, llama_spec, fake_backend) -> 
     plan = make_plan(rules(precision={"compute": "bfloat16"}), llama_spec(), backend=fake_backend())
     row = plan.row("layers.0.self_attn.q", "activation")
     assert (row.dtype, row.nbytes) == ("bfloat16", 2 * 4 * 8 * 2)
+
+
+def test_softmax_statistics_stay_in_float32(rules, llama_spec, fake_backend) -> None:
+    spec = llama_spec()
+    stats = TensorSpec("layers.0.self_attn.attn_stats", "activation", (2, 4), "float32", tensor="attn_stats")
+    spec = replace(spec, tensors=(*spec.tensors, stats))
+    plan = make_plan(rules(precision={"compute": "bfloat16"}), spec, backend=fake_backend())
+    assert plan.row(stats.path, "activation").dtype == "float32"
 
 
 def test_a_global_batch_is_split_over_the_devices(rules, llama_spec, fake_backend) -> None:
