@@ -154,7 +154,7 @@ def _micro_batches(batch: Mapping[str, Any], count: int) -> list[Mapping[str, An
         if tensor.shape[0] % count:
             raise MemoptError.of(
                 "workload-batch-not-divisible",
-                f"`{name}` has {tensor.shape[0]} sequences on each rank, which do not divide into {count} micro-batches",
+                f"`{name}` has {tensor.shape[0]} sequences on each rank, and {count} micro-batches do not divide them",
                 hint=f"use a batch that is a multiple of ranks times {count}, or other accumulate.steps",
                 path="accumulate.steps",
             )

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ..quantities import format_bytes
 from .jobs import Outcome
 
 PLAIN = "none"  # the policy that does nothing
+FRAGMENTED_SHARE = 0.1  # of the reserved bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class Row:
         recompute_flops: FLOPs of a step beyond the plain run's, all devices together.
         collectives: Kind -> count in one step.
         effects: What each rule decided (`memopt.report.RuleEffect` as data).
+        allocator: On a GPU, `allocated_bytes` and `reserved_bytes` of the framework's allocator at their peaks.
         world_size: Ranks or devices.
         elapsed_s: From start to end of its processes, imports and compilation included.
         notes: How figures were got.
@@ -60,6 +63,7 @@ class Row:
     recompute_flops: float | None = None
     collectives: Mapping[str, int] | None = None
     effects: tuple[Mapping[str, Any], ...] = ()
+    allocator: Mapping[str, int] | None = None
     world_size: int = 1
     elapsed_s: float | None = None
     notes: tuple[str, ...] = ()
@@ -125,7 +129,22 @@ def _row(entry: Entry) -> Row:
         tokens_per_s=None if median is None else entry.tokens_per_step / median,
         collectives=result["collectives"],
         effects=tuple(result["effects"]),
-        notes=tuple(result["notes"]),
+        allocator=result.get("allocator"),
+        notes=(*result["notes"], *_fragmentation(result.get("allocator"))),
+    )
+
+
+def _fragmentation(allocator: Mapping[str, int] | None) -> tuple[str, ...]:
+    """A sentence where much more is reserved than was ever allocated; the setting is named, not set."""
+    if allocator is None:
+        return ()
+    allocated, reserved = allocator["allocated_bytes"], allocator["reserved_bytes"]
+    if reserved - allocated <= FRAGMENTED_SHARE * reserved:
+        return ()
+    gap = format_bytes(reserved - allocated)
+    return (
+        f"{gap} of the {format_bytes(reserved)} reserved were never allocated: fragmentation; "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True often closes the gap",
     )
 
 
