@@ -225,6 +225,22 @@ class Applied:
 
         save(self, directory, extra)
 
+    def load_pretrained(self, folder: Any, *, strict: bool = True) -> None:
+        """Reads a Transformers checkpoint (safetensors); each rank reads only the parts it holds.
+
+        Raises:
+            MemoptError: `no-safetensors`, `pretrained-mismatch`.
+        """
+        from .pretrained import load_pretrained
+
+        load_pretrained(self, folder, strict=strict)
+
+    def save_pretrained(self, folder: Any, *, max_file_bytes: int = 5 * 2**30) -> None:
+        """Writes the weights as safetensors files that Transformers reads; whole tensors, a file's worth at a time."""
+        from .pretrained import save_pretrained
+
+        save_pretrained(self, folder, max_file_bytes=max_file_bytes)
+
     def load(self, directory: Any) -> dict[str, Any]:
         """Reads a checkpoint made at any world size, under any policy or none; returns what `save` was given.
 

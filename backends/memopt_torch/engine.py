@@ -22,6 +22,7 @@ from memopt.errors import MemoptError, MemoptWarning
 
 from .arena import Arena, ArenaPlan, Tenant, UnitSizes, plan_arena
 from .collectives import Collectives, Groups
+from .meta import MetaInitialiser, has_meta
 from .optimizers import note_owner, note_replacement
 from .reduction import Reduction
 from .schedule import Schedule
@@ -129,7 +130,10 @@ class Engine:
 
     def _materialise(self) -> None:
         """Allocates shards unit by unit (letting each unit's own parameters go), then the arena."""
+        meta = MetaInitialiser(self.model) if has_meta(self.model) else None
         for unit in self.units:
+            if meta is not None:
+                meta.initialise_unit(unit)
             originals = [entry.held for _, entry in unit.entries()]
             for section in unit.sections:
                 section.materialise()
@@ -140,6 +144,8 @@ class Engine:
                 if not section.in_place:
                     note_replacement(original, entry.held)
                     free_replaced(original)
+        if meta is not None:
+            meta.initialise_buffers(self.model)
         device = next((s.device for unit in self.units for s in unit.sections), torch.device("cpu"))
         self.arena = Arena(self.arena_plan, device=device)
         for unit, weights_at, gradients_at in zip(

@@ -88,6 +88,14 @@ def _placement(model: nn.Module, plan: Plan) -> list[Problem]:
                 hint="set backend_options.torch.engine: fsdp2, which leaves placements on other axes alone",
             )
         )
+    if engine == "fsdp2" and plan.world_size > 1 and any(parameter.is_meta for parameter in model.parameters()):
+        problems.append(
+            Problem(
+                "meta-fsdp2",
+                "the model is on the meta device, which the fsdp2 engine cannot give values to shard by shard",
+                hint="use the layer engine, or build the model on a real device",
+            )
+        )
     devices = {parameter.device.type for parameter in model.parameters()}
     if "cuda" in devices and plan.world_size > 1 and not dist.is_nccl_available():
         problems.append(

@@ -8,7 +8,7 @@ would be silently wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,11 +91,16 @@ class ShardedTensor(torch.Tensor):
         return [_chunk(box) for box in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for box in self._boxes():
+        for box, values in self.parts():
             if index.offset is not None and tuple(index.offset) == box.offsets:
-                at = box.start - self.slice.start
-                return self.local.detach()[at : at + box.numel].view(box.sizes)
+                return values
         raise KeyError(index)
+
+    def parts(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The boxes of the whole tensor held here, each with its values (a view)."""
+        for box in self._boxes():
+            at = box.start - self.slice.start
+            yield box, self.local.detach()[at : at + box.numel].view(box.sizes)
 
     def _boxes(self) -> tuple[Box, ...]:
         return boxes_of(self.slice.shape, self.slice.start, self.slice.stop)
