@@ -133,10 +133,10 @@ class Plan:
         Raises:
             KeyError: No such row.
         """
-        for row in self.rows:
-            if row.role == role and (row.path == path or path in row.aliases):
-                return row
-        raise KeyError((path, role))
+        named = [row for row in self.rows if row.role == role and (row.path == path or path in row.aliases)]
+        if not named:
+            raise KeyError((path, role))
+        return next((row for row in named if row.path == path), named[0])
 
     def unit_of(self, name: str) -> PlanUnit:
         """The unit with that name.

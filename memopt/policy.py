@@ -23,6 +23,8 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from .matching import canonical
+
 Role = Literal["param", "grad", "optimizer_state", "activation"]
 Op = Literal["matmul", "attention", "topk", "random"]
 TensorName = Literal[
@@ -151,6 +153,20 @@ class Match(_Model):
                 "`{selector}` selects activations, `role` asks for {others}",
                 {"selector": naming[0], "others": others, "hint": "leave `role` out, or select parameters by `path`"},
             )
+        return self
+
+    @model_validator(mode="after")
+    def _says_each_path_once(self) -> Match:
+        for key in ("path", "unit"):
+            seen: dict[str, str] = {}
+            for pattern in getattr(self, key) or ():
+                twin = seen.setdefault(canonical(pattern), pattern)
+                if twin != pattern:
+                    raise PydanticCustomError(
+                        "said-twice",
+                        "`{one}` and `{other}` are two spellings of one pattern",
+                        {"one": twin, "other": pattern, "key": key, "hint": "write the one without `model.`"},
+                    )
         return self
 
     @property

@@ -14,6 +14,7 @@ from ..spec import ModelSpec
 from .entries import Entry
 from .layout import Sharding, Split, describe, device_nbytes, is_within, split
 from .notes import make_notes
+from .selectors import acting_roles
 from .slots import LAYOUT, MEMORY, RESIDUAL, Decisions, residual_of
 from .units import UnitTable
 
@@ -153,6 +154,8 @@ class _Builder:
         if entry.role == "param" and LAYOUT in rules:
             self._layout_rule[entry.path] = rules[LAYOUT]
         if entry.role == "grad" and _is_deferred(self._policy):
+            if isinstance(rule, ShardRule) and "param" not in acting_roles(rule):
+                self._conflicts.setdefault(won[LAYOUT], []).append(self._deferred_conflict(won[LAYOUT]))
             layout = existing
         return layout
 
@@ -177,6 +180,16 @@ class _Builder:
             **self._policy.source.at(("rules", i, "axis")),
         )
         self._conflicts.setdefault(i, []).append(problem)
+
+    def _deferred_conflict(self, i: int) -> Problem:
+        name = self._policy.rules[i].name
+        return Problem(
+            "layout-conflict",
+            f"rule `{name}` splits gradients, and `accumulate: {{reduce: last}}` keeps them whole "
+            "between micro-batches",
+            hint="write `reduce: each`, or take the rule out",
+            **self._policy.source.at(("rules", i)),
+        )
 
     def problems(self) -> list[Problem]:
         """Uneven dimensions by rule, all tensors named in one problem, and layouts that contradict each other."""

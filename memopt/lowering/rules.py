@@ -14,7 +14,7 @@ from ..spec import ModelSpec
 from .diagnosis import absent_tensors, dead_patterns, dead_rule
 from .entries import Entry
 from .notes import listing, starred
-from .selectors import is_reachable, is_selected
+from .selectors import acting_roles, is_reachable, is_selected
 from .stacks import pick_layers
 from .units import UnitTable
 
@@ -47,6 +47,7 @@ def cover(policy: Policy, i: int, entries: Sequence[Entry], spec: ModelSpec, uni
         return coverage
     coverage.problems += dead_patterns(policy, i, entries, units)
     coverage.notes += [*absent_tensors(rule, entries), *_limits(rule, unreached, [entries[n] for n in reached])]
+    coverage.notes += _unknown_sizes(rule, entries)
     if rule.match.layers is not None:
         place = policy.source.at(("rules", i, "match", "layers"))
         reached, faults = pick_layers(rule.match.layers, reached, entries, spec)
@@ -77,6 +78,18 @@ def _limits(rule: Rule, unreached: Sequence[Entry], reached: Sequence[Entry]) ->
             "those it leaves to the rules below"
         )
     return notes
+
+
+def _unknown_sizes(rule: Rule, entries: Sequence[Entry]) -> list[str]:
+    """`min_bytes` cannot be judged where shapes are unknown, as without example inputs."""
+    if rule.match.min_bytes is None:
+        return []
+    roles = acting_roles(rule)
+    inside = [entry for entry in entries if entry.role in roles and entry.unit is not None and not entry.unnamed]
+    unknown = [entry.path for entry in inside if entry.global_nbytes is None]
+    if not unknown:
+        return []
+    return [f"rule `{rule.name}`: `min_bytes` leaves out {len(unknown)} tensors of unknown size, {listing(unknown)}"]
 
 
 def _misses_unnamed(match: Match, reached: Iterable[Entry]) -> bool:

@@ -111,6 +111,26 @@ def test_what_a_backend_cannot_do_is_refused_without_a_model(
     assert any("rule `adam`" in problem["message"] for problem in problems)
 
 
+def test_without_a_backend_only_what_none_can_do_is_a_problem(
+    capsys, tmp_path, fake_backend, everything, llama_spec, monkeypatch
+) -> None:
+    class Fake(fake_backend):
+        def inspect_workload(self, workload):
+            return llama_spec()
+
+    able, unable = Fake(), Fake(supported=everything - {"offload:activation", "accumulate"})
+    monkeypatch.setattr("memopt.checking.backend_names", lambda: ("able", "unable"))
+    monkeypatch.setattr("memopt.checking.load_backend", lambda name: able if name == "able" else unable)
+    monkeypatch.setattr("memopt.workloads.load_workload", lambda reference: reference)
+    file = tmp_path / "policy.yaml"
+    file.write_text("version: 1\nrules: [{name: a, action: offload, match: {tensor: q}}]\n")
+    assert run(capsys, "validate", str(file), "--workload", "w")[0] == 0
+    assert run(capsys, "validate", str(file), "--workload", "w", "--backend", "unable")[0] == 1
+    file.write_text("version: 1\nrules: [{name: a, action: offload, match: {tensor: router}}]\n")
+    code, out, _ = run(capsys, "validate", str(file), "--workload", "w", "--json")
+    assert (code, [problem["code"] for problem in json.loads(out)["problems"]]) == (1, ["dead-rule"])
+
+
 def test_schema_prints_the_schema(capsys) -> None:
     code, out, _ = run(capsys, "schema")
     assert code == 0

@@ -179,6 +179,15 @@ def test_deferred_reduction_keeps_whole_gradients_and_the_plan_shows_it(rules, l
     assert any("keeps whole gradients" in warning for warning in last.warnings)
 
 
+def test_gradients_cannot_be_both_split_by_rule_and_kept_whole(rules, llama_spec, fake_backend) -> None:
+    policy = rules(
+        {"action": "shard", "match": {"role": ["grad", "optimizer_state"]}}, accumulate={"steps": 2, "reduce": "last"}
+    )
+    with pytest.raises(MemoptError) as error:
+        make_plan(policy, llama_spec(), backend=fake_backend(), world_size=2)
+    assert codes(error) == ["layout-conflict"]
+
+
 def test_precision_sets_master_and_state_and_leaves_frozen_weights(rules, llama_spec, fake_backend) -> None:
     spec = llama_spec()
     tensors = tuple(

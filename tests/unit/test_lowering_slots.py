@@ -252,3 +252,14 @@ def test_values_are_selected_by_the_name_the_users_code_gave_them(rules, llama_s
     with pytest.raises(MemoptError) as error:
         make_plan(rules({"action": "offload", "match": {"name": "atn_block"}}), spec, backend=fake_backend())
     assert error.value.problems[0].hint == "did you mean `attn_block`?"
+
+
+def test_sizes_that_are_unknown_are_noted_by_min_bytes(rules, llama_spec, fake_backend) -> None:
+    from dataclasses import replace
+
+    spec = llama_spec(layers=2)
+    unknown = tuple(replace(t, shape=None) if t.path == "layers.0.self_attn.q" else t for t in spec.tensors)
+    policy = rules({"name": "big", "action": "offload", "match": {"role": "activation", "min_bytes": 1}})
+    plan = make_plan(policy, replace(spec, tensors=unknown), backend=fake_backend())
+    assert plan.row("layers.0.self_attn.q", "activation").residual == "keep"
+    assert "rule `big`: `min_bytes` leaves out 1 tensors of unknown size, `layers.0.self_attn.q`" in plan.warnings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -91,6 +92,14 @@ def test_rows_are_selected_by_glob_or_alias(plans) -> None:
     with pytest.raises(MemoptError) as error:
         select_rows(plan, "lm_haed.weight")
     assert error.value.problems[0].hint == "did you mean `lm_head.weight`?"
+
+
+def test_a_row_is_found_by_its_path_before_another_rows_alias(plans) -> None:
+    plan = plans[0]
+    first, second = plan.row("norm.weight", "param"), plan.row("lm_head.weight", "param")
+    aliased = replace(first, aliases=(second.path,))
+    assert replace(plan, rows=(aliased, second)).row(second.path, "param") is second
+    assert replace(plan, rows=(aliased,)).row(second.path, "param") is aliased
 
 
 def test_a_row_is_found_by_any_of_its_names(plans) -> None:
