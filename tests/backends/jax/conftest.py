@@ -1,0 +1,158 @@
+"""Toy models in every form the JAX backend knows, and their gradients under a policy; two host devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+from memopt import apply_policy
+
+jax.config.update("jax_num_cpu_devices", 2)  # before the first test touches a device
+
+LAYERS, WIDTH, HIDDEN = 4, 64, 128
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.silu(self.up(x)))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(WIDTH, use_fast_variance=False, rngs=rngs)
+        self.mlp = Mlp(rngs)
+
+    def __call__(self, x: jax.Array, scale: float = 1.0) -> jax.Array:
+        return x + scale * self.mlp(self.norm(x))
+
+
+class LoopNet(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([Block(rngs) for _ in range(LAYERS)])
+        self.head = nnx.Linear(WIDTH, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class ScanNet(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Block, in_axes=0, out_axes=0))(rngs)
+        self.head = nnx.Linear(WIDTH, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x: jax.Array, layer: Block) -> jax.Array:
+            return layer(x)
+
+        return self.head(run(x, self.layers))
+
+
+class LinenMlp(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(WIDTH, name="down")(nn.silu(nn.Dense(HIDDEN, name="up")(x)))
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
+        return x + LinenMlp(name="mlp")(nn.LayerNorm(use_fast_variance=False, name="norm")(x)), None
+
+
+class LinenNet(nn.Module):
+    scanned: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.scanned:
+            stack = nn.scan(LinenBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+            x, _ = stack(name="layers")(x, None)
+        else:
+            for index in range(LAYERS):
+                x, _ = LinenBlock(name=f"layers_{index}")(x)
+        return nn.Dense(4, name="head")(x)
+
+
+@pytest.fixture(scope="session")
+def inputs() -> jax.Array:
+    """A batch of four sequences of eight positions."""
+    return jnp.asarray(np.random.default_rng(0).standard_normal((4, 8, WIDTH)), jnp.float32)
+
+
+@pytest.fixture(scope="session")
+def nnx_models() -> Mapping[str, Callable[[nnx.Rngs], nnx.Module]]:
+    """`scan` and `loop`."""
+    return {"scan": ScanNet, "loop": LoopNet}
+
+
+@pytest.fixture(scope="session")
+def linen_models() -> Mapping[str, nn.Module]:
+    """`scan` and `loop`."""
+    return {"scan": LinenNet(scanned=True), "loop": LinenNet(scanned=False)}
+
+
+@pytest.fixture(scope="session")
+def one_device() -> Mesh:
+    """A mesh of a single device."""
+    return Mesh(np.array(jax.devices()[:1]), ("fsdp",), axis_types=(AxisType.Auto,))
+
+
+@pytest.fixture(scope="session")
+def gradients(
+    inputs: jax.Array,
+    nnx_models: Mapping[str, Callable[[nnx.Rngs], nnx.Module]],
+    linen_models: Mapping[str, nn.Module],
+    one_device: Mesh,
+) -> Callable[..., tuple[dict[str, np.ndarray], Any]]:
+    """`gradients(kind, form, policy)` -> ({path: gradient}, jaxpr); without a policy the plain model's, computed once."""
+    plain: dict[tuple[str, str], dict[str, np.ndarray]] = {}
+
+    def of_nnx(form: str, policy: Any) -> tuple[dict[str, np.ndarray], Any]:
+        model = nnx_models[form](nnx.Rngs(0))
+        if policy is not None:
+            apply_policy(model, policy, example_inputs=inputs, mesh=one_device)
+        graph, state = nnx.split(model)
+
+        def loss(state: Any, x: jax.Array) -> jax.Array:
+            return (nnx.merge(graph, state)(x) ** 2).mean()
+
+        return _run(loss, state, inputs)
+
+    def of_linen(form: str, policy: Any) -> tuple[dict[str, np.ndarray], Any]:
+        model = linen_models[form]
+        variables = model.init(jax.random.key(0), inputs)
+        if policy is not None:
+            model = apply_policy(model, policy, params=variables, example_inputs=inputs, mesh=one_device).model
+        return _run(lambda variables, x: (model.apply(variables, x) ** 2).mean(), variables, inputs)
+
+    def gradients_of(kind: str, form: str, policy: Any = None) -> tuple[dict[str, np.ndarray], Any]:
+        run = {"nnx": of_nnx, "linen": of_linen}[kind]
+        if policy is not None:
+            return run(form, policy)
+        if (kind, form) not in plain:
+            plain[kind, form] = run(form, None)[0]
+        return plain[kind, form], None
+
+    return gradients_of
+
+
+def _run(loss: Callable[..., jax.Array], state: Any, inputs: jax.Array) -> tuple[dict[str, np.ndarray], Any]:
+    traced = jax.jit(jax.grad(loss)).trace(state, inputs)
+    result = traced.lower().compile()(state, inputs)
+    leaves = jax.tree_util.tree_flatten_with_path(result)[0]
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}, traced.jaxpr
