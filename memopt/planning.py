@@ -412,6 +412,6 @@ def _left_out_of_target(target: Target, step: StepTime) -> tuple[str, ...]:
         found.append("contention of host links behind one PCIe switch, and of copies with compute for device memory")
     if step.estimate_s is not None and not step.calibrated:
         found.append("kernel launch gaps and stragglers are inside the interval, not the estimate")
-    if target.num_nodes > 1:
+    if target.kind != "cpu":
         found.append("the data loader, checkpoints and other processes in host memory")
     return tuple(found)

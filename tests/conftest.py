@@ -179,6 +179,7 @@ def sized_llama(config: Any) -> ModelSpec:
         "k": ("self_attn.k", keys),
         "v": ("self_attn.v_proj", keys),
         "attn_out": ("self_attn.attn_out", width),
+        "attn_stats": ("self_attn.attn_stats", config.heads),
         "o": ("self_attn.o_proj", config.hidden),
         "mlp_gate": ("mlp.gate_proj", config.intermediate),
         "mlp_up": ("mlp.up_proj", config.intermediate),

@@ -12,7 +12,7 @@ from .config import WorkloadConfig
 def value_widths(config: WorkloadConfig) -> dict[str, int]:
     """Neutral name -> numbers per token; experts' values are left out, as nobody knows how many tokens one gets."""
     queries, keys = config.heads * config.size_per_head, config.kv_heads * config.size_per_head
-    widths = {"layer_input": config.hidden, "o": config.hidden}
+    widths = {"layer_input": config.hidden, "attn_stats": config.heads, "o": config.hidden}
     if config.mla is None:
         widths |= {"q": queries, "k": keys, "v": keys, "attn_out": queries}
     else:

@@ -51,7 +51,7 @@ class TestCosts:
 
     def test_a_chain_reads_what_makes_it(self, costs):
         choices = {choice.name: choice for choice in costs.classes[0].choices}
-        assert choices["attn_out"].parents == ("k", "q", "v")
+        assert choices["attn_out+attn_stats"].parents == ("k", "q", "v")
         assert set(choices["mlp_gate"].parents) == {"layer_input", "o"}
         assert set(choices["mlp_act"].parents) == {"mlp_gate", "mlp_up"}
         assert "recompute" not in choices["layer_input"].actions
