@@ -71,6 +71,7 @@ class Applied:
         Raises:
             MemoptError: What optimizer-state rules refuse.
         """
+        self._settle()
         return self.adopt(make_optimizer(factory, self.model, params, options))
 
     def adopt(self, optimizer: Optimizer) -> Optimizer:
@@ -147,7 +148,12 @@ class Applied:
 
     def held_parameters(self) -> dict[str, nn.Parameter]:
         """Canonical path -> what the optimizer steps, tied parameters once."""
+        self._settle()
         return {path: self._names.parameter(path) for path in self._names.parameters}
+
+    def _settle(self) -> None:
+        if isinstance(self.engine, Engine):
+            self.engine.settle()
 
     # ------------------------------------------------------------------ assurance
 
@@ -223,6 +229,7 @@ class Applied:
         """
         from .checkpoint import save
 
+        self._settle()
         save(self, directory, extra)
 
     def load_pretrained(self, folder: Any, *, strict: bool = True) -> None:
@@ -233,12 +240,14 @@ class Applied:
         """
         from .pretrained import load_pretrained
 
+        self._settle()
         load_pretrained(self, folder, strict=strict)
 
     def save_pretrained(self, folder: Any, *, max_file_bytes: int = 5 * 2**30) -> None:
         """Writes the weights as safetensors files that Transformers reads; whole tensors, a file's worth at a time."""
         from .pretrained import save_pretrained
 
+        self._settle()
         save_pretrained(self, folder, max_file_bytes=max_file_bytes)
 
     def load(self, directory: Any) -> dict[str, Any]:
@@ -249,6 +258,7 @@ class Applied:
         """
         from .checkpoint import load
 
+        self._settle()
         return load(self, directory)
 
 

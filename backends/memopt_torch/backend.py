@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from memopt.backend import INSTALL, Capabilities, Launch
@@ -102,18 +103,23 @@ class TorchBackend:
         return with_shapes(spec, shapes_of(lambda: model, called_with, example_inputs))
 
     def inspect_workload(self, workload: Any) -> ModelSpec:
-        """The inventory of a workload's model, built on the meta device."""
+        """The inventory of a workload's model, built on the meta device.
+
+        A described workload's batch is that of all ranks together; a `Workload`'s own batch is one rank's part.
+        """
         import torch
 
         from .inventory import inspect
         from .shapes import shapes_of, with_shapes
         from .workloads import build
 
-        if not hasattr(workload, "loss"):
+        is_described = not hasattr(workload, "loss")
+        if is_described:
             workload = build(workload)
         with torch.device("meta"):
             spec = inspect(workload.model())
-        return with_shapes(spec, shapes_of(workload.model, workload.loss, workload.batch))
+        spec = with_shapes(spec, shapes_of(workload.model, workload.loss, workload.batch))
+        return replace(spec, batch="global" if is_described else "per_device")
 
     def apply(
         self, model: Any, plan: Plan, spec: ModelSpec, *, optimizer: Any, params: Any, example_inputs: Any, mesh: Any

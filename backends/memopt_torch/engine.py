@@ -196,6 +196,8 @@ class Engine:
 
         self._handles.append(self.model.register_forward_pre_hook(before, prepend=True))
         self._handles.append(self.model.register_forward_hook(after, always_call=True))
+        self._handles.append(self.model.register_state_dict_pre_hook(lambda *_: self.settle()))
+        self._handles.append(self.model.register_load_state_dict_pre_hook(lambda *_: self.settle()))
 
     def _reduces(self, unit: Unit) -> bool:
         return any(self.reduction.manages(section) for section in unit.sections)
@@ -482,6 +484,13 @@ class Engine:
             self.release(unit)
             for section in unit.sections:
                 section.stale = section.layout in ("zero1", "zero2")
+
+    def settle(self) -> None:
+        """Between steps: modules show held parameters again where a forward pass without a backward one left gathered
+        ones, so that whoever reads or writes parameters now means the real ones."""
+        for unit in self.units:
+            if not unit.active and not in_backward_pass():
+                self.release(unit)
 
     @contextmanager
     def unsharded(self) -> Iterator[dict[str, nn.Parameter]]:

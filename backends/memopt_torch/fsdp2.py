@@ -17,7 +17,7 @@ from memopt.plan import Plan, PlanUnit
 from .collectives import device_mesh
 from .inventory import Names
 from .optimizers import note_replacement
-from .placement import dtypes_of
+from .placement import dtypes_of, shared_outside
 
 
 class Fsdp2Engine:
@@ -45,9 +45,11 @@ class Fsdp2Engine:
         before = {path: names.parameter(path) for path in names.parameters}
         self.mesh = _mesh(plan, before.values(), replicate_all=whole)
         precision = _mixed(plan)
-        wrapped = [self._wrap(unit, names, precision) for unit in plan.units]
+        # A parameter tied across units stays with the root, which outlives them.
+        units = tuple(unit for unit in plan.units if not shared_outside(unit, names))
+        wrapped = [self._wrap(unit, names, precision) for unit in units]
         fully_shard(model, mesh=self.mesh, mp_policy=precision)
-        self._link(plan.units, wrapped)
+        self._link(units, wrapped)
         for path, old in before.items():
             new = names.parameter(path)
             if new is not old:

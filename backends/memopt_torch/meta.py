@@ -23,8 +23,8 @@ class MetaInitialiser:
     are equal.
 
     Args:
-        model: Its modules are initialised by the nearest `_init_weights` above them (Transformers' models), else by their
-            own `reset_parameters` or `reset_buffers`.
+        model: Its modules are initialised by the nearest `_init_weights` above them (Transformers' models), else by
+            their own `reset_parameters` or `reset_buffers`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -134,8 +134,8 @@ def _refuse_unwritten(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
                 "meta-without-initialiser",
                 "the model was built on the meta device, and nothing gives this tensor its value",
                 path=name,
-                hint="give its module a `reset_parameters` (or `reset_buffers`) method that writes it, or build the model "
-                "on a real device",
+                hint="give its module a `reset_parameters` (or `reset_buffers`) method that writes it, or build the "
+                "model on a real device",
             )
             for name in missing
         )

@@ -77,6 +77,8 @@ def requests_of(plan: Plan, names: Names) -> tuple[UnitRequest, ...]:
         sites = tuple(Site(module, name) for module, name in places)
         request = ParameterRequest(path, names.parameter(path), sites, layouts.get(path, "whole"))
         unit = unit_of.get(path)
+        if unit is not None and not _all_within(places, plan.unit_of(unit), names):
+            unit = None  # tied to a module outside: it must be there when that one runs
         (by_unit[unit] if unit is not None else left_over).append(request)
     requests = [replace(draft, parameters=tuple(by_unit[draft.name])) for draft in drafts]
     requests += _root_requests(left_over, names, members, plan)
@@ -84,6 +86,17 @@ def requests_of(plan: Plan, names: Names) -> tuple[UnitRequest, ...]:
     requests = [request for request in requests if request.parameters]
     requests.sort(key=lambda request: (not request.resident, min(order[id(module)] for module in request.modules)))
     return tuple(requests)
+
+
+def _all_within(places: Sequence[tuple[nn.Module, str]], unit: PlanUnit, names: Names) -> bool:
+    inside = {id(module) for member in unit.members for module in names.module(member).modules()}
+    return all(id(module) in inside for module, _ in places)
+
+
+def shared_outside(unit: PlanUnit, names: Names) -> bool:
+    """Whether a parameter of the unit is tied to a module outside of it."""
+    inside = {id(module) for member in unit.members for module in names.module(member).modules()}
+    return any({id(module) in inside for module, _ in places} == {True, False} for places in names.parameters.values())
 
 
 def _draft(unit: PlanUnit, names: Names) -> UnitRequest:

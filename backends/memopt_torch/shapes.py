@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from memopt.spec import ModelSpec
 
+from .fake import NO_FAKE, READS_VALUES, fake_gaps
 from .inventory import dtype_name, names_of
 from .traversal import tensors_in
 
@@ -30,7 +32,8 @@ def shapes_of(build: Callable[[], nn.Module], run: Callable[[nn.Module, Any], An
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     found: dict[str, Shape] = {}
-    with mode:
+    # A model that reads values stops there: the shapes seen until then hold, the others stay unknown.
+    with mode, fake_gaps(), contextlib.suppress(*READS_VALUES, *NO_FAKE):
         model = _all_fake(build())
         fake = tree_map(lambda leaf: _fake(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
         handles = [_watch(module, path, found) for path, module in names_of(model).modules.items() if path]

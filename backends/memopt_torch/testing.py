@@ -128,7 +128,7 @@ def _send(function: Callable[..., Any], args: Any, sender: Any) -> None:
     """Runs and answers, then ends the process."""
     try:
         answer: tuple[bool, Any, str] = (True, function(*args), "")
-    except Exception as error:  # noqa: BLE001  # whatever it was, the parent raises it
+    except BaseException as error:  # noqa: BLE001  # whatever it was (pytest's own are no Exceptions), the parent raises
         answer = (False, error, traceback.format_exc())
     try:
         data = pickle.dumps(answer)

@@ -192,9 +192,8 @@ def test_scalar_empty_and_odd_parameters(tools: Any) -> None:
             self.turned = nn.Parameter(torch.randn(8, 13).t())
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (
-                (x @ self.weight.t() * self.gain + self.one + self.nothing.sum() + x @ self.turned.t()).square().mean()
-            )
+            y = x @ self.weight.t() * self.gain + self.one + self.nothing.sum()
+            return (y + x @ self.turned.t()).square().mean()
 
     class Model(nn.Module):
         def __init__(self) -> None:
