@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from memopt.backend import Capabilities, Launch
 
+from .accelerators import import_jax
+
 if TYPE_CHECKING:
     from memopt.plan import Plan
     from memopt.spec import ModelSpec
@@ -75,18 +77,19 @@ class JaxBackend:
 
     def world_size(self, mesh: Any = None) -> int:
         """Devices of the mesh, or of this job."""
-        import jax
-
+        jax = import_jax()
         return int(mesh.size) if mesh is not None else jax.device_count()
 
     def inspect(self, model: Any, *, params: Any = None, example_inputs: Any = None) -> ModelSpec:
         """The inventory; allocates nothing."""
+        import_jax()
         from .apply import inspect
 
         return inspect(model, params=params, example_inputs=example_inputs)
 
     def inspect_workload(self, workload: Any) -> ModelSpec:
         """The inventory of a workload, from one abstract trace of its loss."""
+        import_jax()
         from .step import inspect_workload
 
         return inspect_workload(workload)
@@ -95,6 +98,7 @@ class JaxBackend:
         self, model: Any, plan: Plan, spec: ModelSpec, *, optimizer: Any, params: Any, example_inputs: Any, mesh: Any
     ) -> Any:
         """Apply the plan."""
+        import_jax()
         from .apply import apply
 
         return apply(
@@ -117,12 +121,14 @@ class JaxBackend:
 
     def train(self, job: Any, *, emit: Any) -> None:
         """Run one row of a comparison in this process."""
+        import_jax()
         from .train import train
 
         train(job, emit=emit)
 
     def check(self, workload: Any, policy: Any, *, world_size: int = 1, seed: int = 0) -> Any:
         """`memopt check`: the gradients of one batch with the policy on and off."""
+        import_jax()
         from .check_workload import check_workload
 
         return check_workload(workload, policy, world_size=world_size, seed=seed)
