@@ -101,9 +101,7 @@ class JaxBackend:
         import_jax()
         from .apply import apply
 
-        return apply(
-            model, plan, spec, optimizer=optimizer, params=params, example_inputs=example_inputs, mesh=mesh
-        )
+        return apply(model, plan, spec, optimizer=optimizer, params=params, example_inputs=example_inputs, mesh=mesh)
 
     def estimate(
         self, workload: Any, plan: Plan, spec: ModelSpec, *, target: Any, progress: Any = None
