@@ -201,3 +201,15 @@ def test_gradients_under_a_policy_are_those_of_the_plain_model(name: str, tmp_pa
     result = json.loads(done.stdout)
     assert result["ok"]
     assert result["max_grad_rel_diff"] <= 1e-5
+
+
+@backends
+def test_values_that_have_a_neutral_name_have_the_same_bytes_on_every_backend(name: str) -> None:
+    def values(of: str) -> dict[tuple[str | None, str | None], int | None]:
+        rows = _plan(of, {}, world_size=2).rows_of("activation")
+        return {(row.unit, row.tensor): row.nbytes for row in rows if row.tensor and row.tensor != "attn_stats"}
+
+    mine, first = values(name), values(backend_names()[0])
+    assert {key: mine[key] for key in mine.keys() & first.keys()} == {
+        key: first[key] for key in mine.keys() & first.keys()
+    }
