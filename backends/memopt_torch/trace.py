@@ -6,12 +6,9 @@ only pretends, and the step is measured by the same meter. A model can be traced
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +22,11 @@ from memopt.errors import MemoptError
 from memopt.plan import Plan, PlanRow
 from memopt.spec import ModelSpec
 
+from .fake import fake_gaps, told_where
 from .inventory import names_of
 from .ledger import SegmentPeak
 from .measure import Collective, StepMeter, StepResult
 
-_READS_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
-_NO_FAKE = (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)
 Label = tuple[str, ...]
 """Where in a step: (`forward` | `after` | `backward`, stack, place of the layer) or (`start`,), (`optimizer`,)."""
 
@@ -121,24 +117,6 @@ def fake_world(world_size: int) -> Iterator[fake_tensor.FakeTensorMode]:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
             stack.callback(dist.destroy_process_group)
         yield stack.enter_context(fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
-
-
-@contextmanager
-def _one_sequence_a_row() -> Iterator[None]:
-    """Transformers asks the values of position ids whether rows hold several packed sequences; fake ones cannot tell.
-
-    Under fake tensors it would take them to be packed and keep a mask of S × S that no real step has (+7% bytes).
-    """
-    module = sys.modules.get("transformers.masking_utils")
-    original = getattr(module, "find_packed_sequence_indices", None)
-    if module is None or original is None:
-        yield
-        return
-    module.find_packed_sequence_indices = lambda *args, **kwargs: None  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        module.find_packed_sequence_indices = original  # type: ignore[attr-defined]
 
 
 def cut_plan(plan: Plan, cuts: Sequence[LayerCut]) -> Plan:
@@ -254,11 +232,11 @@ def trace_step(workload: Any, plan: Plan, spec: ModelSpec, *, cuts: Sequence[Lay
     shortened = [cut for cut in cuts if len(cut.layers) < len(_stack_layers(spec, cut.stack))]
     num_micro = min(plan.accumulate_steps, 3)
     cut = replace(cut_plan(plan, shortened) if shortened else plan, accumulate_steps=num_micro)
-    with fake_world(plan.world_size), _told_where(workload):
+    with fake_world(plan.world_size), told_where(workload.name):
         model = _fake_model(workload)
         if shortened:
             cut_model(model, shortened)
-        with _one_sequence_a_row():
+        with fake_gaps():
             return _two_steps(workload, model, cut, spec, cuts, num_micro=num_micro, steps=plan.accumulate_steps)
 
 
@@ -343,39 +321,3 @@ def _all_micro_steps(before: Amounts, laps: list[Amounts], steps: int) -> Amount
         return whole
     middle = laps[1].plus(laps[0], -1)
     return whole.plus(middle, steps - num_run)
-
-
-@contextmanager
-def _told_where(workload: Any) -> Iterator[None]:
-    """What fake tensors cannot do, told with the place in the user's code."""
-    try:
-        yield
-    except _READS_VALUES as error:
-        raise MemoptError.of(
-            "trace-reads-values",
-            f"the model reads a tensor's values while it is planned ({_operator(error)}), and planning has none",
-            path=_place(error) or workload.name,
-            hint="compute on tensors there (torch.where, masks) or make the value a constant; or run the step for real "
-            "and read its peak from `memopt compare`",
-        ) from error
-    except _NO_FAKE as error:
-        raise MemoptError.of(
-            "trace-operator-unknown",
-            f"an operator cannot run on fake tensors: {error}",
-            path=_place(error) or workload.name,
-            hint="register its shapes: torch.library.register_fake (https://docs.pytorch.org/docs/stable/library.html)",
-        ) from error
-
-
-def _operator(error: BaseException) -> str:
-    return str(getattr(error, "func", error))
-
-
-def _place(error: BaseException) -> str | None:
-    """The innermost line of the traceback that is neither torch's nor ours."""
-    ours, torchs = Path(__file__).parent, Path(torch.__file__).parent
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if ours not in path.parents and torchs not in path.parents and path.suffix == ".py" and path.exists():
-            return f"{path}:{frame.lineno}"
-    return None
