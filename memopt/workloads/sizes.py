@@ -28,10 +28,11 @@ def value_widths(config: WorkloadConfig) -> dict[str, int]:
 def with_sizes(spec: ModelSpec, workload: object) -> ModelSpec:
     """The inventory with the sizes of named values filled in where it has none, for the whole batch.
 
-    An inventory that knows sizes, or a workload that is no set of numbers, is given back as it is.
+    An inventory of one device's sizes, or a workload that is no set of numbers, is given back as it is.
     """
     values = spec.tensors_of("activation")
-    if not isinstance(workload, WorkloadConfig) or any(value.shape is not None for value in values):
+    knows_sizes = any(value.shape is not None for value in values)
+    if not isinstance(workload, WorkloadConfig) or (knows_sizes and spec.batch != "global"):
         return spec
     widths = value_widths(workload)
     return replace(
@@ -40,7 +41,7 @@ def with_sizes(spec: ModelSpec, workload: object) -> ModelSpec:
 
 
 def _sized(tensor: TensorSpec, family: str | None, widths: dict[str, int], config: WorkloadConfig) -> TensorSpec:
-    if tensor.role != "activation":
+    if tensor.role != "activation" or tensor.shape is not None:
         return tensor
     name = tensor.tensor or tensor_name(family, tensor.path)
     if name not in widths:

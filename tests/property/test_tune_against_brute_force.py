@@ -16,10 +16,10 @@ NUM_CASES = 200
 
 
 def random_problem(seed: int) -> Problem:
-    """One or two classes, two or three tensors a layer in a chain, at most seven decisions; every regime occurs."""
+    """One or two classes, two or three tensors a layer in a chain, at most six decisions; every regime occurs."""
     rng = random.Random(seed)
     classes = []
-    left = 7
+    left = 6
     for number in range(rng.choice([1, 1, 2])):
         num_choices = rng.choice([1, 2, 3])
         if left < num_choices:

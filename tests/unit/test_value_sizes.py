@@ -24,7 +24,9 @@ def test_sizes_equal_those_of_an_inventory_that_ran_the_model(sized_backend):
 def test_an_inventory_that_knows_sizes_is_left_alone(sized_backend):
     config = load_workload("configs/workloads/llama-tiny.yaml")
     known = sized_backend().inspect_workload(config)
-    assert with_sizes(known, config) is known
+    assert with_sizes(known, config) == known
+    per_device = replace(known, batch="per_device")
+    assert with_sizes(per_device, config) is per_device
 
 
 def test_latent_attention_has_widths_of_its_own_and_experts_none():
