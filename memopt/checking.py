@@ -1,19 +1,21 @@
-"""Everything that can be said of a policy file: alone, for a backend, for a world, for a workload."""
+"""Everything that can be said of a policy file: alone, for a backend, for a world, for a workload.
+
+What a file alone does not need is imported where it is used: `memopt validate` answers at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .backend import Backend, backend_names, load_backend
 from .errors import MemoptError, Problem
 from .loading import load_policy, validate_options
-from .lowering import make_plan
-from .lowering.mesh import lower_mesh
-from .lowering.refusals import refuse_by_policy
-from .plan import Plan
 from .policy import Policy
-from .spec import ModelSpec
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 UNSUPPORTED = "unsupported-by-backend"
 
@@ -49,6 +51,7 @@ def plan_for(policy: Path, workload: str, backend: str, *, world_size: int | Non
     Raises:
         MemoptError: With every problem found.
     """
+    from .lowering import make_plan
     from .workloads import load_workload
 
     chosen = load_backend(backend)
@@ -60,6 +63,12 @@ def plan_for(policy: Path, workload: str, backend: str, *, world_size: int | Non
 
 
 def _without_model(policy: Policy, chosen: Sequence[Backend], world_size: int | None) -> list[Problem]:
+    if world_size is None and not chosen:
+        return []
+    from .lowering.mesh import lower_mesh
+    from .lowering.refusals import refuse_by_policy
+    from .spec import ModelSpec
+
     problems: list[Problem] = []
     mesh = {axis: size for axis, size in (policy.mesh or {}).items() if size != 1}
     if world_size is not None:
@@ -74,6 +83,7 @@ def _without_model(policy: Policy, chosen: Sequence[Backend], world_size: int | 
 def _against_workload(
     policy: Policy, workload: str, candidates: Sequence[Backend], world_size: int | None
 ) -> list[Problem]:
+    from .lowering import make_plan
     from .workloads import load_workload
 
     loaded = load_workload(workload)

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from .matching import canonical
+from .paths import canonical
 
 Role = Literal["param", "grad", "optimizer_state", "activation"]
 Op = Literal["matmul", "attention", "topk", "random"]
