@@ -153,7 +153,13 @@ def _root_requests(
     position = {path: i for i, path in enumerate(names.modules)}
     owners = [_Owner(path, names.modules[path], position[path], tuple(found)) for path, found in owned.items()]
     owners.sort(key=lambda owner: owner.position)
-    requests = list(_runs(owners, sorted(position[member] for member in members)))
+    ahead = next(iter(plan.units), None)  # units of our own gather as far ahead as the policy's first
+    requests = [
+        request if ahead is None else replace(
+            request, prefetch_forward=ahead.prefetch_forward, prefetch_backward=ahead.prefetch_backward
+        )
+        for request in _runs(owners, sorted(position[member] for member in members))
+    ]
     if resident:
         root = names.modules[""]
         requests.insert(0, UnitRequest(ROOT, (root,), tuple(resident), resident=True, is_layer=False))

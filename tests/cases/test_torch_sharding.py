@@ -205,7 +205,7 @@ class WideEnds(nn.Module):
 
 
 def test_embedding_and_head_are_not_left_whole_through_the_step() -> None:
-    """pytorch/pytorch#131965: what no unit names stays in the root, gathered. Here it is gathered around its own call."""
+    """pytorch/pytorch#131965: what no unit names stays in the root, gathered. Here it comes for its own call alone."""
 
     def job() -> tuple[list[str], int]:
         run = memopt.apply_policy(WideEnds(), policy(SHARD))
@@ -424,7 +424,7 @@ def arena_bytes(rules: Any) -> int:
 
 
 def test_limits_of_other_layer_engines_are_not_ours() -> None:
-    """yandex/YaFSDP@669fc36: refuses 0-d and non-contiguous weights, mixed dtypes, shared buffers, `zero_grad` to None."""
+    """yandex/YaFSDP@669fc36: 0-d and non-contiguous weights, mixed dtypes and shared buffers are refused there."""
 
     class Awkward(nn.Module):
         def __init__(self) -> None:
