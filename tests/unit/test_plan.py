@@ -24,7 +24,8 @@ def plans(rules, llama_spec, fake_backend) -> tuple[Plan, Plan]:
         {"name": "rest", "action": "recompute", "match": {"unit": "layers.*"}},
     )
     backend = fake_backend()
-    return tuple(make_plan(policy, llama_spec(), backend=backend, world_size=2) for policy in (first, second))
+    before, after = (make_plan(policy, llama_spec(), backend=backend, world_size=2) for policy in (first, second))
+    return before, after
 
 
 def test_json_is_sorted_and_reads_back(plans) -> None:

@@ -17,8 +17,9 @@ from pydantic import BaseModel
 
 from memopt import MemoptError, Plan, load_policy, make_plan
 from memopt.backend import Backend, Capabilities, backend_names, load_backend
+from memopt.loading import load_document
 from memopt.spec import ModelSpec
-from memopt.workloads import load_workload
+from memopt.workloads import WorkloadConfig, load_workload
 from memopt.workloads.initialise import weight_shapes
 
 TINY = Path(__file__).parent / "tiny.yaml"
@@ -120,7 +121,7 @@ def test_capabilities_are_known_words_and_alternatives_are_for_what_is_missing(n
 @backends
 def test_every_parameter_has_its_canonical_path_and_whole_shape(name: str) -> None:
     found = {t.path: t.shape for t in _spec(name).tensors_of("param")}
-    assert found == dict(weight_shapes(load_workload(TINY)))
+    assert found == dict(weight_shapes(load_document(TINY, WorkloadConfig)))
 
 
 @backends
