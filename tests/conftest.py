@@ -7,11 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from pydantic import BaseModel, ConfigDict
 
 from memopt.backend import Capabilities
 from memopt.policy import Policy
 from memopt.spec import ModelSpec, ModuleSpec, StackSpec, TensorSpec
+
+settings.register_profile("same-every-time", derandomize=True, deadline=None)
+settings.load_profile("same-every-time")
 
 EVERYTHING = frozenset(
     {
