@@ -14,6 +14,7 @@ from memopt.spec import ModelSpec
 
 from .optimizer import StatePlacement, Update, whole_update
 from .shardings import Layouts, make_mesh, place
+from .streaming import streamed_update
 from .treatments import Treatments, treatments_of
 
 
@@ -45,7 +46,7 @@ class AppliedBase:
 
     def update_of(self, tx: Any) -> Update:
         """The fused update-and-apply of an optax transformation."""
-        return whole_update(tx, self.placement)
+        return update_of(tx, self.plan, self.placement)
 
     def place_batch(self, batch: Any) -> Any:
         """The batch split over the mesh."""
@@ -92,6 +93,13 @@ class AppliedBase:
             versions={name: version(name) for name in ("jax", "jaxlib", "flax", "optax")},
             notes=tuple(figures.notes),
         )
+
+
+def update_of(tx: Any, plan: Plan, placement: StatePlacement) -> Update:
+    """The fused update of an optax transformation under a plan: streamed where something rests on the host."""
+    if placement.offloads_any and plan.options.get("optimizer", "stream") == "stream":
+        return streamed_update(tx, placement)
+    return whole_update(tx, placement)
 
 
 def require_ok(check: Check) -> None:

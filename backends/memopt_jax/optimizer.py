@@ -88,7 +88,7 @@ class StatePlacement:
 
     def label_of(self, path: Sequence[Any], shape: tuple[int, ...], known: Mapping[str, Any]) -> str | None:
         """The parameter a leaf of the state belongs to: the longest end of its path that names one of the same shape."""
-        keys = [str(key) for entry in path if (key := _key(entry)) not in (None, "value")]
+        keys = leaf_path(path)
         for start in range(len(keys)):
             label = self.template.marked(canonical_path(".".join(keys[start:])))
             if label in known and self._fits(known[label], label, shape):
@@ -133,6 +133,11 @@ class StatePlacement:
 
 def _key(entry: Any) -> Any:
     return getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", None)))
+
+
+def leaf_path(path: Sequence[Any]) -> tuple[str, ...]:
+    """The keys of a leaf's path in a tree."""
+    return tuple(str(key) for entry in path if (key := _key(entry)) not in (None, "value"))
 
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]

@@ -20,9 +20,9 @@ from memopt.spec import ModelSpec
 from memopt.workloads import Workload
 
 from . import nnx_apply, workloads
-from .applied import refuse_precision
+from .applied import refuse_precision, update_of
 from .nnx_inventory import inspect
-from .optimizer import StatePlacement, whole_update
+from .optimizer import StatePlacement
 from .shardings import AnyMesh, Layouts
 from .treatments import treatments_of
 
@@ -77,7 +77,7 @@ def build_step(workload: Any, plan: Plan, spec: ModelSpec, *, mesh: AnyMesh) -> 
     nnx_apply.configure_model(model, spec, treatments, layouts)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     structure = jax.tree.structure(params)
-    update = whole_update(made.optimizer, placement)
+    update = update_of(made.optimizer, plan, placement)
 
     def fn(held: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
         params, rest = held

@@ -31,7 +31,7 @@ class Mlp(nnx.Module):
 
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.norm = nnx.LayerNorm(WIDTH, use_fast_variance=False, rngs=rngs)
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.mlp = Mlp(rngs)
 
     def __call__(self, x: jax.Array, scale: float = 1.0) -> jax.Array:
@@ -71,7 +71,7 @@ class LinenMlp(nn.Module):
 class LinenBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
-        return x + LinenMlp(name="mlp")(nn.LayerNorm(use_fast_variance=False, name="norm")(x)), None
+        return x + LinenMlp(name="mlp")(nn.RMSNorm(name="norm")(x)), None
 
 
 class LinenNet(nn.Module):
