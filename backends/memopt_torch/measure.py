@@ -239,9 +239,10 @@ class StepMeter(TorchDispatchMode):
         self.ledger.origin = func.__name__
         self._num_ops += 1
         out = func(*args, **kwargs)
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._see(leaf)
+        if not func.is_view:  # a view makes no memory; one of unknown memory looks into a library's own buffers
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, torch.Tensor):
+                    self._see(leaf)
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             self._count_collective(func, args, out)
         self._count_flops(func, args, kwargs, out)

@@ -31,6 +31,7 @@ _WHOLE_UP_TO = 6
 _LEFT_OUT = (
     "memory beyond live tensors: the allocator's rounding and fragmentation, contexts of CUDA, cuBLAS and NCCL",
     "torch.compile, which fuses operators and keeps other values",
+    "staging buffers of the collectives' library (gloo copies what it reduces and scatters)",
     "kernels' own workspaces; operators are those torch picks on the CPU",
     "gradient clipping and anything else the training loop does around the workload's step",
 )
