@@ -95,7 +95,7 @@ def compare(
 
     The plain run, in which nothing of memopt touches the model, comes first on each backend; on torch it is DDP.
     Weights and batches are made once, in numpy. Both files are rewritten after every row, so that an interrupted
-    comparison leaves what it has; `KeyboardInterrupt` is answered by ending the workers and returning the finished rows.
+    comparison leaves what it has; `KeyboardInterrupt` ends the workers and gives the finished rows back.
 
     Args:
         run: RUN.yaml, or a mapping of its keys.
