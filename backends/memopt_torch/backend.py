@@ -10,6 +10,7 @@ from typing import Any
 
 from memopt.backend import INSTALL, Capabilities, Launch
 from memopt.errors import MemoptError
+from memopt.estimate import Measured
 from memopt.plan import Plan
 from memopt.spec import ModelSpec
 
@@ -151,13 +152,9 @@ class TorchBackend:
 
         train(job, emit=emit)
 
-    def estimate(
-        self, workload: Any, plan: Plan, spec: ModelSpec, *, target: Any, progress: Any = None
-    ) -> dict[str, Any]:
-        """The measured part of `memopt plan`."""
-        if importlib.util.find_spec("memopt_torch.plan") is None:
-            raise MemoptError.of("plan-unsupported", "the torch backend cannot plan yet", hint="use --backend jax")
-        from .plan import estimate  # type: ignore[import-not-found]
+    def estimate(self, workload: Any, plan: Plan, spec: ModelSpec, *, target: Any, progress: Any = None) -> Measured:
+        """The measured part of `memopt plan`: a step traced on fake tensors."""
+        from .plan import estimate
 
         return estimate(workload, plan, spec, target=target, progress=progress)
 

@@ -26,6 +26,8 @@ from torch.optim import Optimizer
 from memopt.errors import MemoptError, Problem
 from memopt.matching import WRAPPERS
 
+from .matrix_optimizers import OwnerOptimizer
+
 if TYPE_CHECKING:
     from .apply import Applied
 
@@ -286,16 +288,29 @@ def _state_targets(model: nn.Module, optimizer: Optimizer, number: int, metadata
     saved = {key: entry for key, entry in metadata.state_dict_metadata.items() if key.startswith(prefix)}
     targets: dict[str, torch.Tensor] = {}
     for parameter, name in parameter_names(model).items():
+        if isinstance(optimizer, OwnerOptimizer) and not optimizer.owns(parameter):
+            continue
         own = {key: entry for key, entry in saved.items() if key.rpartition(".")[0] == f"{prefix}{name}"}
         tensors = {
-            key: _state_tensor(parameter, entry)
+            key: _state_tensor(_kept_as(optimizer, parameter), entry)
             for key, entry in own.items()
             if isinstance(entry, TensorStorageMetadata)
         }
         if tensors:
-            optimizer.state[parameter] = {key.rpartition(".")[2]: tensor for key, tensor in tensors.items()}
+            state = {key.rpartition(".")[2]: tensor for key, tensor in tensors.items()}
+            if isinstance(optimizer, OwnerOptimizer):
+                optimizer.state_of(parameter).update(state)
+            else:
+                optimizer.state[parameter] = state
             targets |= tensors
     return targets
+
+
+def _kept_as(optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor:
+    """What the state of a parameter is laid out like: the parameter, or a whole tensor at its owner."""
+    if isinstance(optimizer, OwnerOptimizer):
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return parameter
 
 
 def _state_tensor(parameter: torch.Tensor, entry: TensorStorageMetadata) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memopt.errors import MemoptError
 
+from .matrix_optimizers import OwnerOptimizer, needs_matrices
 from .sharded import ShardedTensor
 
 
@@ -125,12 +126,15 @@ def make_optimizer(
     """Calls an optimizer class or factory on the model's real parameters.
 
     Args:
-        factory: An optimizer class, or any callable from parameters (from `named_parameters`, when it has an argument
-            of that name) to an optimizer.
+        factory: An optimizer class (one that needs whole matrices runs at each parameter's owner), or any callable from
+            parameters (from `named_parameters`, when it has an argument of that name) to an optimizer.
         model: Its trainable parameters are the default.
         params: Parameters, groups, or (name, parameter) pairs; ones taken before the policy are replaced.
         options: Passed on.
     """
+    if needs_matrices(factory) and any(isinstance(p, ShardedTensor) for p in model.parameters()):
+        wanted = [p for p in model.parameters() if p.requires_grad] if params is None else _replaced(params)
+        return OwnerOptimizer(factory, wanted, dict(options))
     if params is None:
         try:
             wants_names = "named_parameters" in inspect.signature(factory).parameters

@@ -155,9 +155,9 @@ def _root_requests(
     owners.sort(key=lambda owner: owner.position)
     ahead = next(iter(plan.units), None)  # units of our own gather as far ahead as the policy's first
     requests = [
-        request if ahead is None else replace(
-            request, prefetch_forward=ahead.prefetch_forward, prefetch_backward=ahead.prefetch_backward
-        )
+        request
+        if ahead is None
+        else replace(request, prefetch_forward=ahead.prefetch_forward, prefetch_backward=ahead.prefetch_backward)
         for request in _runs(owners, sorted(position[member] for member in members))
     ]
     if resident:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from memopt.spec import ModelSpec
 
-from .fake import NO_FAKE, READS_VALUES, fake_gaps
+from .fake import NO_FAKE, READS_VALUES, fake_gaps, lacks_fake
 from .inventory import dtype_name, names_of
 from .traversal import tensors_in
 
@@ -33,7 +33,7 @@ def shapes_of(build: Callable[[], nn.Module], run: Callable[[nn.Module, Any], An
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     found: dict[str, Shape] = {}
     # A model that reads values stops there: the shapes seen until then hold, the others stay unknown.
-    with mode, fake_gaps(), contextlib.suppress(*READS_VALUES, *NO_FAKE):
+    with mode, fake_gaps(), _stops_where_fakes_end():
         model = _all_fake(build())
         fake = tree_map(lambda leaf: _fake(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
         handles = [_watch(module, path, found) for path, module in names_of(model).modules.items() if path]
@@ -42,6 +42,17 @@ def shapes_of(build: Callable[[], nn.Module], run: Callable[[nn.Module, Any], An
         for handle in handles:
             handle.remove()
     return found
+
+
+@contextlib.contextmanager
+def _stops_where_fakes_end() -> Iterator[None]:
+    try:
+        yield
+    except READS_VALUES:
+        pass
+    except (*NO_FAKE, RuntimeError) as error:
+        if not lacks_fake(error):
+            raise
 
 
 def called_with(model: nn.Module, inputs: Any) -> Any:

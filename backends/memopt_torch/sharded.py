@@ -306,8 +306,8 @@ def _refusal(func: Any, tensor: ShardedTensor, why: str) -> MemoptError:
         f"`{func}` cannot run on a sharded parameter: {why}",
         path=tensor.slice.path,
         hint="in a model: call it through a module's forward, or name the method with "
-        "run.register_method(module, 'name'). In an optimizer: build it with run.optimizer(cls, ...), which gathers "
-        "whole matrices for optimizers that need them",
+        "run.register_method(module, 'name'). In an optimizer: Muon and Adafactor made by "
+        "run.optimizer(cls, ...) get whole tensors; another that needs them can run on the fsdp2 engine",
     )
 
 
