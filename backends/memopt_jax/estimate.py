@@ -171,8 +171,8 @@ def _notes(step: aot.CompiledStep) -> list[str]:
     if step.jaxpr_flops and step.compiled_flops is not None:
         ratio = step.compiled_flops / step.jaxpr_flops
         notes.append(f"the compiled program's matrix products are {ratio:.3f} of those written")
-    planned, kept = step.planned_host_bytes, step.residuals.get("pinned_host", 0)
-    if kept and planned != kept:
+    planned, kept = step.planned_host_bytes, step.host.temp
+    if planned and kept and planned != kept:
         why = "layouts are padded" if kept > planned else "the backward pass does not need all that the policy names"
         notes.append(f"offloaded values: {planned} bytes planned, {kept} compiled: {why}")
     return notes

@@ -56,8 +56,8 @@ WORKS = {
     "70b-gb200": Work("llama-3.1-70b", "gpu:gb200:64", 64),
     "405b-gb200": Work("llama-3.1-405b", "gpu:gb200:64", 64),
     "deepseek-gb200": Work("deepseek-v3", "gpu:gb200:256", 256),
-    "tiny-v5e": Work("llama-tiny", "tpu:v5e:2x2", 4),
-    "tiny-v6e": Work("llama-tiny", "tpu:v6e:2x2", 4),
+    "tiny-v5e": Work("llama-tiny", "tpu:v5e:2x2", 8),
+    "tiny-v6e": Work("llama-tiny", "tpu:v6e:2x2", 8),
 }
 MEMORY_ROWS = {
     "8b-gb200": ("full-recompute", "offload-inputs", "offload-attention", "offload-all", "offload-optimizer"),
@@ -65,6 +65,8 @@ MEMORY_ROWS = {
     "70b-gb200": ("full-recompute", "offload-all"),
     "405b-gb200": ("full-recompute", "offload-inputs", "offload-405b", "offload-all"),
     "deepseek-gb200": ("full-recompute", "offload-inputs"),
+    "tiny-v5e": ("full-recompute", "offload-all"),
+    "tiny-v6e": ("full-recompute", "offload-all"),
 }
 
 
@@ -107,12 +109,26 @@ def compiled(what: Case, **changes: Any) -> tuple[aot.CompiledStep, ...]:
     )
 
 
+def _overlap(target: Target, step: aot.CompiledStep) -> dict[str, Any]:
+    """Hidden and exposed; without seconds where the link's rate is not published."""
+    synchronous = len(step.overlap.synchronous)
+    if not step.link_is_known:
+        return {"synchronous": synchronous}
+    module = hlo.parse(step.text or "")
+    simple = overlap.read(module, target, rates=overlap.rates_of(target, shared_dram=False, collectives=False))
+    full = overlap.read(module, target)
+    return {
+        "hidden": round(simple.hidden_fraction, 4),
+        "hidden_shared": round(full.hidden_fraction, 4),
+        "exposed_of_step_shared": round(full.exposed_fraction, 4),
+        "step_s_model": round(full.step_s, 3),
+        "collective_exposed_s": round(full.collective_exposed_s, 3),
+        "synchronous": synchronous,
+    }
+
+
 def row(what: Case, step: aot.CompiledStep, options: str) -> dict[str, Any]:
     """One row of figures; `simple` is the overlap with neither shared host memory nor collectives."""
-    module = hlo.parse(step.text or "")
-    rates = overlap.rates_of(what.target, shared_dram=False, collectives=False)
-    simple = overlap.read(module, what.target, rates=rates)
-    full = overlap.read(module, what.target)
     plain, written, made = step.plain_flops, step.jaxpr_flops or 0.0, step.compiled_flops or 0.0
     return {
         "work": what.work,
@@ -121,16 +137,11 @@ def row(what: Case, step: aot.CompiledStep, options: str) -> dict[str, Any]:
         "hbm_gib": round(step.device.total / GIB, 2),
         "host_gib": round(step.host.total / GIB, 2),
         "planned_host_gib": round(step.planned_host_bytes / GIB, 2),
-        "host_bytes_off_plan": step.residuals.get("pinned_host", 0) - step.planned_host_bytes,
+        "host_bytes_off_plan": step.host.temp - step.planned_host_bytes if step.planned_host_bytes else 0,
         "recompute_written": round((written - plain) / written, 4) if plain else None,
         "recompute_compiled": round((made - plain) / made, 4) if plain else None,
         "pflop_per_device": round(made / 1e15, 3),
-        "hidden": round(simple.hidden_fraction, 4),
-        "hidden_shared": round(full.hidden_fraction, 4),
-        "exposed_of_step_shared": round(full.exposed_fraction, 4),
-        "step_s_model": round(full.step_s, 3),
-        "collective_exposed_s": round(full.collective_exposed_s, 3),
-        "synchronous": len(full.synchronous),
+        **_overlap(what.target, step),
         "audit": step.audit.verdict,
         "audit_counts": step.audit.to_json()["counts"],
         "compile_s": round(step.compile_s, 1),
