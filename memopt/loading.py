@@ -12,7 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from .backend import Backend, backend_names, load_backend
 from .errors import MemoptError, Problem, did_you_mean
-from .policy import Policy, Source
+from .policy import Policy
+from .source import Source
 from .validation import problems_of
 from .yaml_nodes import parse
 

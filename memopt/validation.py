@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from .errors import Problem
-from .policy import Source
+from .source import Source
 from .spelling import key_hint, value_hint
 
 Path = tuple[str | int, ...]

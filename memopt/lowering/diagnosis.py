@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from ..errors import Problem, did_you_mean
 from ..matching import matches, selects
-from ..policy import Match, Policy, Rule
+from ..policy import Policy
+from ..rules import Match, Rule
 from ..spec import ModelSpec
 from ..vocabulary import TABLES
 from .entries import Entry

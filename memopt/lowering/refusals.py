@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from ..backend import Capabilities
 from ..errors import Problem
 from ..plan import PlanUnit
-from ..policy import OffloadRule, Policy, RecomputeRule, Rule, ShardRule
+from ..policy import Policy
+from ..rules import OffloadRule, RecomputeRule, Rule, ShardRule
 from ..spec import ModelSpec
 from .entries import Entry
 from .selectors import acting_roles

@@ -9,7 +9,8 @@ from typing import cast
 
 from ..errors import Problem
 from ..plan import PlanRow, PlanUnit, Residual
-from ..policy import OffloadRule, Policy, Rule, ShardRule
+from ..policy import Policy
+from ..rules import OffloadRule, Rule, ShardRule
 from ..spec import ModelSpec
 from .entries import Entry
 from .layout import Sharding, Split, describe, device_nbytes, is_within, split

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from ..errors import Problem
 from ..matching import any_matches, is_input_name
-from ..policy import Match, OffloadRule, Policy, RecomputeRule, Rule
+from ..policy import Policy
+from ..rules import Match, OffloadRule, RecomputeRule, Rule
 from ..spec import ModelSpec
 from .diagnosis import absent_tensors, dead_patterns, dead_rule
 from .entries import Entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..matching import any_matches, is_input_name, matches, selects
-from ..policy import Match, OffloadRule, RecomputeRule, Rule, ShardRule
+from ..rules import Match, OffloadRule, RecomputeRule, Rule, ShardRule
 from .entries import Entry
 from .units import UnitTable
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import Problem
-from ..policy import KeepRule, OffloadRule, Policy, RecomputeRule, Rule, ShardRule
+from ..policy import Policy
+from ..rules import KeepRule, OffloadRule, RecomputeRule, Rule, ShardRule
 from .entries import Entry
 from .rules import Coverage
 

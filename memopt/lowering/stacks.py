@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import did_you_mean
 from ..matching import matches
-from ..policy import Layers
+from ..rules import Layers
 from ..spec import ModelSpec, StackSpec
 from .entries import Entry
 from .units import outer_stacks

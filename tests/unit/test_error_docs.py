@@ -13,7 +13,7 @@ PAGES = sorted((ROOT / "docs" / "errors").glob("*.md"))
 _KEBAB = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 
 
-LAYER = ("validation", "yaml_nodes", "policy", "stacks")
+LAYER = ("validation", "yaml_nodes", "rules", "fields", "policy", "stacks")
 """Modules that keep codes in tables: every word of that form in them is one."""
 
 

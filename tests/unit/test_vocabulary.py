@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from memopt.policy import TensorName
+from memopt.rules import TensorName
 from memopt.vocabulary import TABLES, family_of, tensor_name
 
 EXPECTED = {
