@@ -53,7 +53,7 @@ class Applied(Protocol):
         ...
 
     def step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The step with donation, memory kinds and compiler options (JAX); as it is (torch, where hooks do the work)."""
+        """The step with donation, memory kinds and compiler options (JAX), or as it is (torch: hooks do the work)."""
         ...
 
     def check(self, batch: Any, *, reference: Reference = "auto", layout: bool = False) -> Check:

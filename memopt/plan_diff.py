@@ -12,7 +12,8 @@ from .plan import Plan, PlanRow, PlanUnit
 _ROW_KEYS = tuple(field.name for field in fields(PlanRow) if field.name not in ("path", "role", "aliases", "losers"))
 _UNIT_KEYS = tuple(field.name for field in fields(PlanUnit) if field.name != "name")
 _SETTINGS = (
-    "backend", "family", "world_size", "mesh", "precision", "accumulate_steps", "accumulate_reduce", "options", "budget",
+    "backend", "family", "world_size", "mesh", "precision", "accumulate_steps", "accumulate_reduce", "options",
+    "budget",
 )  # fmt: skip
 
 
