@@ -196,6 +196,9 @@ class StepMeter(TorchDispatchMode):
         for state in optimizer.state.values():
             for tensor in plain_tensors(state):
                 self._see(tensor, role="optimizer_state")
+        offload = getattr(optimizer, "_memopt_offload", None)
+        for tensor in () if offload is None else offload.host_tensors():
+            self._see(tensor)
 
     def _see(self, tensor: torch.Tensor, *, role: Role | None = None) -> None:
         storage = tensor.untyped_storage()

@@ -156,6 +156,7 @@ class OptimizerOffload:
         self._buckets = _buckets(members)
         self._params: list[list[Any]] = []
         self._homes: dict[tuple[int, str], torch.Tensor] = {}
+        optimizer._memopt_offload = self  # type: ignore[attr-defined]  # measurements find it there
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -166,10 +167,14 @@ class OptimizerOffload:
         for handle in self._handles:
             handle.remove()
 
+    def host_tensors(self) -> list[torch.Tensor]:
+        """What is held in host memory now."""
+        masters = [m.master.data for bucket in self._buckets for m in bucket.members if m.master is not None]
+        return [*self._homes.values(), *masters]
+
     def host_bytes(self) -> int:
         """Bytes of host memory held now."""
-        masters = [m.master for bucket in self._buckets for m in bucket.members if m.master is not None]
-        return sum(t.numel() * t.element_size() for t in (*self._homes.values(), *masters))
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.host_tensors())
 
     # Around optimizer.step().
 

@@ -370,15 +370,17 @@ class Regions:
 
 
 def _regions(model: nn.Module, plan: Plan, transfers: Transfers, *, skip: set[int] | None = None) -> list[Region]:
-    raw = dict(model.named_modules())
+    raw = dict(model.named_modules(remove_duplicate=False))
     canonical = canonical_paths(raw)
     by_path = {canonical[name]: module for name, module in raw.items()}
-    paths = {id(module): canonical[name] for name, module in raw.items()}
+    paths = {id(module): canonical[name] for name, module in reversed(raw.items())}  # a shared module's first path
     found, told = [], set[str]()
+    seen = set(skip or ())
     for unit in plan.units:
         for member in unit.members:
             module = by_path[member]
-            if (unit.region or skip is not None) and id(module) not in (skip or ()):
+            if (unit.region or skip is not None) and id(module) not in seen:
+                seen.add(id(module))
                 refuse_own_checkpointing(module, member, is_deep=True)
                 found.append(Region(module, member, wanted_of(plan, unit), paths, transfers, told))
     return found
