@@ -11,6 +11,7 @@ from memopt.backend import Capabilities, Launch
 from .accelerators import import_jax
 
 if TYPE_CHECKING:
+    from memopt.estimate import Measured
     from memopt.plan import Plan
     from memopt.spec import ModelSpec
 
@@ -103,9 +104,7 @@ class JaxBackend:
 
         return apply(model, plan, spec, optimizer=optimizer, params=params, example_inputs=example_inputs, mesh=mesh)
 
-    def estimate(
-        self, workload: Any, plan: Plan, spec: ModelSpec, *, target: Any, progress: Any = None
-    ) -> dict[str, Any]:
+    def estimate(self, workload: Any, plan: Plan, spec: ModelSpec, *, target: Any, progress: Any = None) -> Measured:
         """Compile the step for the target and read its figures."""
         from .estimate import estimate
 
