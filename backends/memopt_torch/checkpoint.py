@@ -325,12 +325,10 @@ def _restore_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, 
             if key == "params":
                 continue
             before = group.get(key)
-            if isinstance(before, tuple):
-                value = tuple(value)
             if isinstance(before, torch.Tensor):
-                before.fill_(value)
+                before.fill_(float(value))
             else:
-                group[key] = value
+                group[key] = tuple(value) if isinstance(before, tuple) else value
     by_name = {name: parameter for parameter, name in parameter_names(model).items()}
     for name, values in saved["values"].items():
         optimizer.state[by_name[name]].update(values)

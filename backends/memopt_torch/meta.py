@@ -29,7 +29,7 @@ class MetaInitialiser:
 
     def __init__(self, model: nn.Module) -> None:
         self.device = _real_device()
-        self._by_module: dict[int, Callable[[nn.Module], None]] = {}
+        self._by_module: dict[int, Callable[[nn.Module], object]] = {}
         for outer in model.modules():
             initialise = getattr(outer, "_init_weights", None)
             if callable(initialise):

@@ -4,13 +4,14 @@
     python tests/benchmarks/torch_engine.py counts --world 8
     python tests/benchmarks/torch_engine.py memory --world 8
 
-`time` runs two gloo ranks on this machine; every round steps each kind once, in shuffled order, and figures are medians of
-ratios within a round. `counts` and `memory` run rank 0 of a fake process group, so that they say nothing about gloo.
+`time` runs two gloo ranks on this machine; every round steps each kind once, in shuffled order, and figures are medians
+of ratios within a round. `counts` and `memory` run rank 0 of a fake process group, so that they say nothing about gloo.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -109,7 +110,7 @@ class Subject:
         fully_shard(self.model)
         self.model._set_unshard_async_op(True)
         chain = [base.embed_tokens, *layers, base.norm]
-        for current, following in zip(chain, chain[1:], strict=False):
+        for current, following in itertools.pairwise(chain):
             current.set_modules_to_forward_prefetch([following])
         base.embed_tokens.set_unshard_in_backward(False)
 
