@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import tracemalloc
 from pathlib import Path
@@ -11,6 +12,8 @@ from pydantic import BaseModel, ConfigDict
 
 from memopt import MemoptError, Policy, load_policy
 from memopt.loading import load_document
+from memopt.policy import Unit
+from memopt.rules import Layers, Match, OffloadRule, ShardRule
 
 EXAMPLE = """\
 version: 1
@@ -219,3 +222,21 @@ def test_policy_round_trips_through_json() -> None:
         {"version": 1, "units": ["layers.*"], "rules": [{"name": "a", "action": "keep", "match": {"layers": 3}}]}
     )
     assert Policy.model_validate_json(policy.model_dump_json(exclude_none=True)) == policy
+
+
+REFERENCE = (Path(__file__).parents[2] / "docs" / "reference" / "policy.md").read_text()
+
+
+def test_the_policies_of_the_reference_load(tmp_path: Path) -> None:
+    snippets = re.findall(r"```yaml\n(.*?)```", REFERENCE, re.DOTALL)
+    assert snippets
+    for snippet in snippets:
+        file = tmp_path / "policy.yaml"
+        file.write_text(snippet)
+        assert load_policy(file).rules
+
+
+@pytest.mark.parametrize("model", [Policy, Match, Layers, Unit, OffloadRule, ShardRule])
+def test_the_reference_names_every_key(model: type[BaseModel]) -> None:
+    missing = [key for key in model.model_fields if not re.search(rf"\b{key}\b", REFERENCE)]
+    assert missing in ([], ["index"])  # `index` is written as a bare list
