@@ -78,13 +78,20 @@ def told_where(name: str) -> Iterator[None]:
             hint="compute on tensors there (torch.where, masks) or make the value a constant; or run the step for real "
             "and read its peak from `memopt compare`",
         ) from error
-    except NO_FAKE as error:
+    except (*NO_FAKE, RuntimeError) as error:
+        if not lacks_fake(error):
+            raise
         raise MemoptError.of(
             "trace-operator-unknown",
             f"an operator cannot run on fake tensors: {error}",
             path=_place(error) or name,
             hint="register its shapes: torch.library.register_fake (https://docs.pytorch.org/docs/stable/library.html)",
         ) from error
+
+
+def lacks_fake(error: BaseException) -> bool:
+    """Whether an operator has no fake kernel; `torch.library.custom_op` says so with a bare RuntimeError."""
+    return isinstance(error, NO_FAKE) or "no fake impl registered" in str(error)
 
 
 def _operator(error: BaseException) -> str:

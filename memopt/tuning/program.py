@@ -9,7 +9,12 @@ from; with counts that is exact too, since layers can be nested (the first `n` l
 from __future__ import annotations
 
 import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
@@ -68,6 +73,12 @@ class Rows:
         numbers, indices, values = (np.array(part) for part in zip(*entries, strict=True))
         matrix = coo_array((values, (numbers, indices)), shape=(len(self.rows), len(self.upper))).tocsr()
         low, high = np.array([low for _, low, _ in self.rows]), np.array([high for _, _, high in self.rows])
+        with _stdout_to_stderr():
+            return self._milp(costs, matrix, low, high, time_limit_s=time_limit_s, rel_gap=rel_gap)
+
+    def _milp(
+        self, costs: Any, matrix: Any, low: Any, high: Any, *, time_limit_s: float, rel_gap: float
+    ) -> OptimizeResult:
         return milp(
             costs,
             constraints=LinearConstraint(matrix, low, high),  # pyright: ignore[reportArgumentType]
@@ -75,6 +86,19 @@ class Rows:
             bounds=Bounds(np.zeros(len(self.upper)), np.array(self.upper)),  # pyright: ignore[reportArgumentType]
             options={"time_limit": time_limit_s, "mip_rel_gap": rel_gap},
         )
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """HiGHS now and then prints a line of its own to the process's standard output, which may carry a JSON document."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def plus(*terms: Linear, factor: float = 1.0) -> Linear:
