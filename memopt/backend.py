@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .errors import MemoptError, did_you_mean
@@ -114,6 +115,24 @@ class Backend(Protocol):
 
 
 INSTALL = {"jax": "pip install 'memopt[jax]'", "torch": "pip install 'memopt[torch]'"}
+FRAMEWORKS = {"jax": ("jax", "flax", "optax"), "torch": ("torch", "transformers")}
+"""What each of our backends needs to be installed; a third party's backend looks after itself."""
+
+
+def missing_frameworks(name: str) -> tuple[str, ...]:
+    """Packages that the backend of that name needs and that are not installed; nothing is imported."""
+    return tuple(package for package in FRAMEWORKS.get(name, ()) if find_spec(package) is None)
+
+
+def require_frameworks(name: str) -> None:
+    """Raise where the backend of that name cannot work here.
+
+    Raises:
+        MemoptError: `extra-missing`, with the install command.
+    """
+    missing = missing_frameworks(name)
+    if missing:
+        raise MemoptError.of("extra-missing", f"{' and '.join(missing)} not installed", hint=INSTALL[name])
 
 
 def backend_names() -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .backend import Backend, backend_names, load_backend
+from .backend import Backend, backend_names, load_backend, missing_frameworks, require_frameworks
 from .errors import MemoptError, Problem
 from .loading import load_policy, validate_options
 from .policy import Policy
@@ -40,8 +40,10 @@ def policy_problems(
     except MemoptError as error:
         return list(error.problems)
     if workload is not None:
-        candidates = chosen or [load_backend(name) for name in backend_names()]
-        return _against_workload(policy, workload, candidates, world_size)
+        names = [backend] if backend is not None else _installed()
+        for name in names:
+            require_frameworks(name)
+        return _against_workload(policy, workload, [load_backend(name) for name in names], world_size)
     return _without_model(policy, chosen, world_size)
 
 
@@ -56,6 +58,7 @@ def plan_for(policy: Path, workload: str, backend: str, *, world_size: int | Non
 
     chosen = load_backend(backend)
     loaded = load_policy(policy)
+    require_frameworks(backend)
     options = validate_options(loaded, chosen)
     spec = chosen.inspect_workload(load_workload(workload))
     size = world_size or least_world(loaded)
@@ -78,6 +81,12 @@ def _without_model(policy: Policy, chosen: Sequence[Backend], world_size: int | 
         capabilities = one.capabilities(validate_options(policy, one))
         problems += refuse_by_policy(policy, mesh, backend=one.name, capabilities=capabilities)
     return problems
+
+
+def _installed() -> list[str]:
+    """The backends whose frameworks are here; all of them where none is, so that the error names what to install."""
+    names = backend_names()
+    return [name for name in names if not missing_frameworks(name)] or list(names)
 
 
 def _against_workload(

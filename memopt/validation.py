@@ -136,6 +136,8 @@ def _problem(path: Path, fault: Any, model: type[BaseModel], data: Any, place: S
     elif kind in ("too_short", "string_too_short"):
         message = "must not be empty"
         hint = "leave the key out"
+    elif kind == "value_error":
+        message = str(context["error"])
     elif kind in _PYDANTIC_ONLY:
         message = f"got {_shown(value)}: {fault['msg']}"
     else:  # our own checks carry code, message and hint
@@ -144,9 +146,7 @@ def _problem(path: Path, fault: Any, model: type[BaseModel], data: Any, place: S
     return Problem(code, message, hint=hint, **place.at((*prefix, *path)))
 
 
-_PYDANTIC_ONLY = frozenset(
-    {"finite_number", "json_invalid", "value_error", "assertion_error", "string_pattern_mismatch"}
-)
+_PYDANTIC_ONLY = frozenset({"finite_number", "json_invalid", "assertion_error", "string_pattern_mismatch"})
 
 
 def _value_at(path: Path, data: Any) -> Any:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import typer
 
+from ..backend import FRAMEWORKS, INSTALL
 from ..errors import MemoptError, Problem
 
 COMMANDS = ("validate", "explain", "plan", "tune", "compare", "check", "doctor", "schema", "targets")
@@ -50,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MemoptError as error:
         report(error.problems, as_json="--json" in given)
         sys.exit(2 if all(_is_usage(problem) for problem in error.problems) else 1)
+    except ModuleNotFoundError as error:
+        report([_missing_framework(error)], as_json="--json" in given)
+        sys.exit(1)
 
 
 def report(problems: Sequence[Problem], *, as_json: bool) -> None:
@@ -59,6 +63,14 @@ def report(problems: Sequence[Problem], *, as_json: bool) -> None:
         return
     for problem in problems:
         print(problem.render(), file=sys.stderr)
+
+
+def _missing_framework(error: ModuleNotFoundError) -> Problem:
+    """The install command, where what is missing is a framework; any other missing module is a fault of ours."""
+    for name, packages in FRAMEWORKS.items():
+        if error.name is not None and error.name.partition(".")[0] in packages:
+            return Problem("extra-missing", f"{error.name} not installed", hint=INSTALL[name])
+    raise error
 
 
 def _is_usage(problem: Problem) -> bool:

@@ -22,13 +22,14 @@ def check(
 
     Exit code 0 when they agree, 1 when they do not.
     """
-    from ..backend import load_backend
+    from ..backend import load_backend, require_frameworks
     from ..checking import least_world
     from ..loading import load_policy
     from ..workloads import load_workload
 
     chosen = load_backend(backend)
     loaded = load_policy(policy)
+    require_frameworks(backend)
     size = world_size or least_world(loaded)
     result = chosen.check(load_workload(workload), loaded, world_size=size, seed=seed)
     if as_json:

@@ -131,6 +131,37 @@ def test_without_a_backend_only_what_none_can_do_is_a_problem(
     assert (code, [problem["code"] for problem in json.loads(out)["problems"]]) == (1, ["dead-rule"])
 
 
+def test_a_missing_framework_is_one_line_with_the_install_command(capsys, good, monkeypatch) -> None:
+    monkeypatch.setattr("memopt.backend.find_spec", lambda name: None if name == "torch" else name)
+    model = ("--workload", "w.yaml", "--backend", "torch")
+    for command in ("validate", "explain", "check"):
+        code, out, _ = run(capsys, command, good, *model, "--json")
+        (problem,) = json.loads(out)["problems"]
+        assert (code, problem["code"], problem["hint"]) == (1, "extra-missing", "pip install 'memopt[torch]'")
+
+
+def test_a_framework_that_turns_out_to_be_missing_is_one_line_too(capsys, good, monkeypatch) -> None:
+    def missing(*arguments, **keywords):
+        raise ModuleNotFoundError("No module named 'flax'", name="flax.nnx")
+
+    monkeypatch.setattr("memopt.checking.policy_problems", missing)
+    code, _, err = run(capsys, "validate", good)
+    assert (code, err) == (1, "[extra-missing] flax.nnx not installed\n  next: pip install 'memopt[jax]'\n")
+
+
+def test_without_a_backend_the_installed_ones_judge(capsys, good, monkeypatch, fake_backend, llama_spec) -> None:
+    class Fake(fake_backend):
+        def inspect_workload(self, workload):
+            return llama_spec()
+
+    asked: list[str] = []
+    monkeypatch.setattr("memopt.backend.find_spec", lambda name: None if name == "torch" else name)
+    monkeypatch.setattr("memopt.checking.load_backend", lambda name: asked.append(name) or Fake())
+    monkeypatch.setattr("memopt.workloads.load_workload", lambda reference: reference)
+    assert run(capsys, "validate", good, "--workload", "w")[0] == 0
+    assert asked == ["jax"]
+
+
 def test_schema_prints_the_schema(capsys) -> None:
     code, out, _ = run(capsys, "schema")
     assert code == 0
