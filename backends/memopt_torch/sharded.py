@@ -263,14 +263,14 @@ def _partial_norm(values: torch.Tensor, order: float, dtype: torch.dtype | None)
     return norm if order == float("inf") else norm.pow(order)
 
 
-def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if any(value not in (None, [], ()) for value in args[2:3]):
         raise _refusal(func, args[0], "a norm along dimensions needs whole rows")
     order = args[1] if len(args) > 1 else 2
     return vector_norms([args[0]], float(order), dtype=kwargs.get("dtype"))[0]
 
 
-def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _foreach(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Foreach and fused optimizer kernels: lists of slices; empty slices are left out of fused ones by the kernels."""
     name = func._schema.name
     if "norm" in name:

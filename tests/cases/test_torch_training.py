@@ -1,4 +1,4 @@
-"""Faults that users of neighbouring tools reported about training under a policy: optimizers, dtypes, buffers, names."""
+"""Faults that users of neighbouring tools reported about training under a policy: optimizers, dtypes, names."""
 
 from __future__ import annotations
 
