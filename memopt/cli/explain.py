@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 
 from ..checking import plan_for
 from ..explain import Line, compress, compress_units, row_to_json, select_rows, unit_to_json
-from ..plan import Plan, PlanUnit
+from ..plan import Plan, PlanRow, PlanUnit
 from ..quantities import format_bytes
 
 _PIPE_WIDTH = 140
@@ -41,7 +42,7 @@ def explain(
         console = Console(width=_PIPE_WIDTH)
     lines = compress(plan, rows)
     console.print(_units_table(plan))
-    console.print(_state_table([line for line in lines if line.row.role != "activation"]))
+    console.print(_state_table([line for line in lines if line.row.role != "activation"]), end="\n\n")
     console.print(_values_table([line for line in lines if line.row.role == "activation"]))
     for warning in plan.warnings:
         print(f"note: {warning}", file=sys.stderr)
@@ -63,7 +64,7 @@ def _table(title: str, headings: tuple[str, ...], *, right: str) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", caption_justify="left", header_style="bold", box=SIMPLE_HEAD)
     for heading in headings:
         table.add_column(heading, overflow="fold", justify="right" if heading == right else "left")
     return table
@@ -98,6 +99,7 @@ def _state_table(lines: list[Line]) -> Any:
     for (path, split, memory, rule), members in alike.items():
         roles = " ".join(_SHORT.get(line.row.role, line.row.role) for line in members)
         table.add_row(path, roles, split, memory, rule, _bytes([line.nbytes for line in members]))
+    table.caption = _totals(lines, lambda row: f"{_SHORT.get(row.role, row.role)} on {row.memory_kind}")
     return table
 
 
@@ -106,7 +108,19 @@ def _values_table(lines: list[Line]) -> Any:
     table = _table("between forward and backward, bytes per device", headings, right="bytes")
     for line in lines:
         table.add_row(line.row.path, line.row.residual or "", line.row.rule or "", _bytes([line.nbytes]))
+    table.caption = _totals(lines, lambda row: row.residual or "")
     return table
+
+
+def _totals(lines: list[Line], kind_of: Callable[[PlanRow], str]) -> str:
+    """`param on device 3.7 GiB, ...`; what is unknown is counted beside, as values without a name are."""
+    sizes: dict[str, int] = {}
+    unknown = 0
+    for line in lines:
+        sizes[kind_of(line.row)] = sizes.get(kind_of(line.row), 0) + (line.nbytes or 0)
+        unknown += line.num_rows if line.nbytes is None else 0
+    known = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sizes.items())
+    return f"in all: {known}" + (f"; {unknown} of unknown size" if unknown else "")
 
 
 def _bytes(sizes: list[int | None]) -> str:

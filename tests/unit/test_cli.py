@@ -162,6 +162,66 @@ def test_without_a_backend_the_installed_ones_judge(capsys, good, monkeypatch, f
     assert asked == ["jax"]
 
 
+@pytest.fixture
+def explained(tmp_path, fake_backend, llama_spec, monkeypatch) -> tuple[str, ...]:
+    """The arguments of an `explain` that needs no framework."""
+
+    class Fake(fake_backend):
+        def inspect_workload(self, workload):
+            return llama_spec()
+
+    monkeypatch.setattr("memopt.checking.load_backend", lambda name: Fake())
+    monkeypatch.setattr("memopt.workloads.load_workload", lambda reference: reference)
+    file = tmp_path / "policy.yaml"
+    file.write_text(
+        "version: 1\nmesh: {replicate: 2, fsdp: -1}\nrules:\n"
+        "  - {name: weights, action: shard, match: {role: param}}\n"
+        "  - {name: gates, action: offload, match: {tensor: mlp_gate}, fraction: 0.5}\n"
+        "  - {name: rest, action: recompute, match: {unit: 'layers.*'}}\n"
+    )
+    return ("explain", str(file), "--workload", "w", "--backend", "fake")
+
+
+def test_explain_gives_a_row_for_each_tensor(capsys, explained) -> None:
+    code, out, _ = run(capsys, *explained, "--world-size", "4", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert [unit["name"] for unit in document["units"]] == [f"layers.{i}" for i in range(4)]
+    assert all(unit["inferred"] for unit in document["units"])
+    assert document["mesh"] == {"replicate": 2, "fsdp": 2}
+    rows = {(row["path"], row["role"]): row for row in document["tensors"]}
+    assert set(rows["lm_head.weight", "param"]) >= {
+        "path", "aliases", "role", "unit", "shape", "dtype", "nbytes", "global_nbytes", "layout", "memory_kind",
+        "residual", "rule", "losers",
+    }  # fmt: skip
+    gates = [rows[f"layers.{i}.mlp.gate_proj", "activation"] for i in range(4)]
+    assert [(row["residual"], row["rule"]) for row in gates] == 2 * [("offload", "gates")] + 2 * [("recompute", "rest")]
+    assert gates[0]["losers"] == ["rest"]
+    assert rows["lm_head.weight", "param"]["nbytes"] * 2 == rows["lm_head.weight", "param"]["global_nbytes"]
+
+
+def test_explain_without_a_world_takes_the_least_the_mesh_takes(capsys, explained) -> None:
+    assert json.loads(run(capsys, *explained, "--json")[1])["mesh"] == {"replicate": 2, "fsdp": 1}
+
+
+def test_explain_shows_equal_layers_as_one_line_and_what_was_inferred(capsys, explained) -> None:
+    code, out, err = run(capsys, *explained)
+    assert code == 0
+    assert "found: the policy names none" in out
+    assert "layers.{0..1}.mlp.gate_proj" in out
+    assert "layers.{2..3}.mlp.gate_proj" in out
+    assert out.count("layers.*.self_attn.q_proj.weight") == 1
+    assert "in all: param on device" in out
+    assert err == ""
+
+
+def test_explain_can_be_asked_about_one_tensor(capsys, explained) -> None:
+    document = json.loads(run(capsys, *explained, "--tensor", "layers.*.mlp.gate_proj", "--json")[1])
+    assert {row["path"] for row in document["tensors"]} == {f"layers.{i}.mlp.gate_proj" for i in range(4)}
+    code, out, _ = run(capsys, *explained, "--tensor", "layers.*.gate", "--json")
+    assert (code, json.loads(out)["problems"][0]["code"]) == (1, "tensor-matches-nothing")
+
+
 def test_schema_prints_the_schema(capsys) -> None:
     code, out, _ = run(capsys, "schema")
     assert code == 0
