@@ -34,9 +34,9 @@ def inspect(model: Any, *, params: Any, example_inputs: Any) -> ModelSpec:
         from .linen_apply import inspect as inspect_linen
 
         return inspect_linen(model, params, example_inputs)
-    raise MemoptError.of(
-        "unknown-model", f"no policy can be applied to a {type(model).__name__}", hint="pass a flax module"
-    )
+    from .function_apply import inspect as inspect_function
+
+    return inspect_function(model, params, example_inputs)
 
 
 def apply(
@@ -47,6 +47,10 @@ def apply(
         from .nnx_applied import NnxApplied
 
         return NnxApplied(model, plan, spec, mesh=mesh, optimizer=optimizer)
+    if not isinstance(model, linen.Module):
+        from .function_apply import FunctionApplied
+
+        return FunctionApplied(model, plan, spec, mesh=mesh, optimizer=optimizer)
     from .linen_apply import LinenApplied
 
     return LinenApplied(model, plan, spec, params=params, mesh=mesh, optimizer=optimizer)

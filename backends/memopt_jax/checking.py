@@ -14,8 +14,8 @@ _TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2, "float16": 5
 """Largest difference over the norm that rounding in another order explains, by dtype."""
 
 _FLOOR = 1e-3
-"""A gradient is compared over its own norm, but at least over this share of what a tensor of its size has on average: the
-gradient of a key's bias under softmax, say, is zero but for rounding."""
+"""A gradient is compared over its own norm, but at least over this share of what a tensor of its size has on average:
+the gradient of a key's bias under softmax, say, is zero but for rounding."""
 
 _REORDERED = 10.0
 """Sums over devices run in another order than sums over one batch; the tolerance is this much wider for those."""

@@ -1,4 +1,5 @@
-"""A training step, compiled once per shape: donation, memory kinds, compiler options, and checks on the traced program."""
+"""A training step, compiled once per shape: donation, memory kinds, compiler options, and checks on the traced
+program."""
 
 from __future__ import annotations
 
@@ -45,7 +46,12 @@ class CompiledStep:
     """`fn(first, second, batch) -> (first, second, aux)`, the first two donated and placed as they came."""
 
     def __init__(
-        self, fn: Callable[[Any, Any, Any], tuple[Any, Any, Any]], *, plan: Plan, layouts: Layouts, treatments: Treatments
+        self,
+        fn: Callable[[Any, Any, Any], tuple[Any, Any, Any]],
+        *,
+        plan: Plan,
+        layouts: Layouts,
+        treatments: Treatments,
     ) -> None:
         self._fn = fn
         self._plan = plan
@@ -100,7 +106,7 @@ class CompiledStep:
         Raises:
             MemoptError: `unknown-compiler-option`; `wrong-recorded-offsets` when going around does not help.
         """
-        device = self._layouts.mesh.devices.flat[0]
+        device = self._layouts.device
         requested: Mapping[str, Any] = self._plan.options.get("compiler_options", {})
         options = compiler_options.options_for(
             device.platform, requested=requested, offloads=bool(self._treatments.offloaded)
@@ -130,7 +136,7 @@ class CompiledStep:
         """
         if self.last is None:
             raise MemoptError.of("no-step-yet", "no step has run, so nothing was measured", hint="run one step first")
-        counted = self.last.host_bytes if self._layouts.mesh.devices.flat[0].platform == "cpu" else None
+        counted = self.last.host_bytes if self._layouts.device.platform == "cpu" else None
         return step_figures(
             self.last.compiled,
             self.last.jaxpr,
@@ -189,7 +195,7 @@ def verify_program(jaxpr: Any, treatments: Treatments) -> None:
         names = sorted(treatments.offloaded)
         raise MemoptError.of(
             "offload-without-effect",
-            f"the plan sends {len(names)} values ({planned} bytes per device) to the host, and the traced step sends none",
+            f"the plan sends {len(names)} values ({planned} bytes per device) to the host, and the step sends none",
             hint="the step must differentiate the model the policy was applied to, called through its `__call__`",
             path=names[0],
         )
@@ -212,7 +218,9 @@ def _enclosed_regions(jaxpr: Any) -> set[str]:
     found: set[str] = set()
     for eqn in jaxpr.eqns:
         if is_checkpoint(eqn) and not is_region(eqn):
-            inside = [e.params["policy"].unit for nested in inner_jaxprs(eqn) for e in equations(nested) if is_region(e)]
+            inside = [
+                e.params["policy"].unit for nested in inner_jaxprs(eqn) for e in equations(nested) if is_region(e)
+            ]
             found.update(inside)
         for nested in inner_jaxprs(eqn):
             found |= _enclosed_regions(nested)

@@ -5,9 +5,8 @@ Without example inputs activations have paths but no shapes, and only what the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 
@@ -51,14 +50,18 @@ class Module:
 
 
 def spec_of(
-    parameters: Sequence[Parameter], modules: Sequence[Module], program: Program | None, *, ties: Iterable[tuple[str, ...]] = ()
+    parameters: Sequence[Parameter],
+    modules: Sequence[Module],
+    program: Program | None,
+    *,
+    ties: Iterable[tuple[str, ...]] = (),
 ) -> ModelSpec:
     """Put the inventory together."""
     scanned = scanned_stacks(parameters, modules, program)
     stacks = sorted((*scanned, *_loop_stacks(modules)), key=lambda stack: -_stack_bytes(stack, parameters))
     family = family_of(module.class_name for module in modules)
     lengths = {stack.path: stack.length for stack in scanned}
-    tensors = [tensor for parameter in parameters for tensor in _parameter_rows(parameter, lengths)]
+    tensors = [tensor for parameter in parameters for tensor in parameter_rows(parameter, lengths)]
     if program is None:
         tensors += _structural_rows(modules, stacks, lengths, family)
     else:
@@ -90,7 +93,8 @@ def canonical_path(raw: str) -> str:
 def scanned_stacks(
     parameters: Sequence[Parameter], modules: Sequence[Module], program: Program | None
 ) -> list[StackSpec]:
-    """Stacks whose layers are one traced body: modules called inside a scan whose parameters all have its length first."""
+    """Stacks whose layers are one traced body: modules called inside a scan whose parameters all have its length
+    first."""
     classes = {module.path: module.class_name for module in modules}
     if program is None:
         return _guessed_stacks(parameters, classes)
@@ -173,7 +177,8 @@ def indexed(path: str, stack: str, index: int | str) -> str:
     return f"{stack}.{index}{path[len(stack) :]}"
 
 
-def _parameter_rows(parameter: Parameter, lengths: Mapping[str, int]) -> list[TensorSpec]:
+def parameter_rows(parameter: Parameter, lengths: Mapping[str, int]) -> list[TensorSpec]:
+    """A parameter's rows: one, or one per layer of its scanned stack."""
     stack = stack_above(parameter.path, lengths)
     role = "param" if parameter.trainable else "buffer"
     if stack is None:
@@ -227,9 +232,7 @@ def _structural_rows(
             if path in layers:
                 path = f"{path}.input"
             if path and not any(stack.path == path for stack in stacks):
-                rows.append(
-                    TensorSpec(path, "activation", None, None, module=path, tensor=tensor_name(family, path))
-                )
+                rows.append(TensorSpec(path, "activation", None, None, module=path, tensor=tensor_name(family, path)))
     return rows
 
 
@@ -269,7 +272,9 @@ class ActivationRows:
         names = self._names(value, stack, index)
         own = [name for name in names if "@" not in name]
         user = [name.rpartition("@") for name in names if "@" in name]
-        own = [name for name in own if _module_path(name)]  # what the model itself takes and gives is not its own to place
+        own = [
+            name for name in own if _module_path(name)
+        ]  # what the model itself takes and gives is not its own to place
         paths = [*own, *(f"{module}.{name}" if module else name for module, _, name in user)]
         path = self._primary(paths, shared=value.constant)
         if path is None:
@@ -293,7 +298,9 @@ class ActivationRows:
         if stack is None or index is None:
             carried = [] if value.previous is None else self._last_layer(value.previous)
             return [*carried, *value.names]
-        names = [indexed(name, stack, index) if stack_above(_plain(name), self._scanned) else name for name in value.names]
+        names = [
+            indexed(name, stack, index) if stack_above(_plain(name), self._scanned) else name for name in value.names
+        ]
         if value.previous is not None and index > 0:
             names = [*(indexed(name, stack, index - 1) for name in value.previous.names), *names]
         elif value.initial is not None and index == 0:
@@ -305,7 +312,8 @@ class ActivationRows:
         return [] if stack is None else [indexed(name, stack, self._scanned[stack] - 1) for name in value.names]
 
     def _primary(self, paths: list[str], *, shared: bool) -> str | None:
-        """A layer's input is called so; else the module that made the value names it; a layer's own output has no row."""
+        """A layer's input is called so; else the module that made the value names it; a layer's own output has no
+        row."""
         layer_inputs = [path for path in paths if is_input_name(path) and _module_path(path) in self._layers]
         if len(layer_inputs) > 1 or (layer_inputs and shared):
             return None  # one value that all layers receive (rotary angles, masks): no layer holds it
@@ -314,6 +322,9 @@ class ActivationRows:
         made = [path for path in paths if not is_input_name(path) and path.partition("[")[0] not in self._layers]
         inputs = [path for path in paths if is_input_name(path)]
         return next(iter((*made, *inputs)), None)
+
+    def _layer_above(self, module: str) -> str | None:
+        return next((path for path in self._layers if module == path or module.startswith(path + ".")), None)
 
     def _op_rows(self) -> list[TensorSpec]:
         """One row per unit and `op:` class for values no name reaches."""
@@ -327,13 +338,13 @@ class ActivationRows:
             if stack is not None:
                 for index in range(self._scanned[stack]):
                     classes[(f"{stack}.{index}", value.op)] = None
-            elif (layer := next((l for l in self._layers if module == l or module.startswith(l + ".")), None)) is not None:
+            elif (layer := self._layer_above(module)) is not None:
                 classes[(layer, value.op)] = None
         return [
-            TensorSpec(f"{layer}.<{op}>", "activation", None, None, module=layer, op=op) for layer, op in sorted(classes)
+            TensorSpec(f"{layer}.<{op}>", "activation", None, None, module=layer, op=op)
+            for layer, op in sorted(classes)
         ]
 
 
 def _plain(name: str) -> str:
     return name.partition("@")[0] if "@" in name else name
-

@@ -57,16 +57,18 @@ def parameters_of(variables: Mapping[str, Any]) -> list[Parameter]:
     return found
 
 
-def record(
-    model: nn.Module, variables: Mapping[str, Any], call: Callable[[Any], Any]
-) -> tuple[list[Module], Program]:
+def record(model: nn.Module, variables: Mapping[str, Any], call: Callable[[Any], Any]) -> tuple[list[Module], Program]:
     """Trace `call` with every module marking what it takes and gives."""
     classes: dict[str, str] = {}
+
+    def called(raw: str, module: nn.Module) -> None:
+        classes.setdefault(raw, type(module).__name__)
+
     config = LinenConfig(
         paths=_Canonical(),
         active=None,
         regions={},
-        on_call=lambda raw, module: classes.setdefault(raw, type(module).__name__) and None,
+        on_call=called,
     )
 
     def traced(values: Any) -> list[Any]:

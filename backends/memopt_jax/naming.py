@@ -1,7 +1,7 @@
 """Names for activations: every value a policy can reach carries a `checkpoint_name` that says its path.
 
-A mark is an identity at run time and costs nothing; inside a recomputed region it is what the policy recognises. Paths of
-scanned stacks hold `*` where the layer's index would be, because one traced body stands for all layers.
+A mark is an identity at run time and costs nothing; inside a recomputed region it is what the policy recognises. Paths
+of scanned stacks hold `*` where the layer's index would be, because one traced body stands for all layers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 PREFIX = "memopt:"
 
@@ -29,7 +30,7 @@ def marked_path(name: str) -> str | None:
 _SCOPE = re.compile(r"memopt<([^>]*)>")
 
 
-def scope(path: str) -> contextlib.AbstractContextManager[None]:
+def scope(path: str) -> contextlib.AbstractContextManager[Any]:
     """The name scope of a module while the model is being recorded; `module_of` reads it back."""
     return jax.named_scope(f"memopt<{path}>")
 
@@ -46,9 +47,14 @@ def module_of(name_stack: str) -> str:
 
 def is_array(value: Any) -> bool:
     """Whether `value` is something JAX traces, as opposed to a flag or a Python number."""
-    return isinstance(value, jax.Array | jax.core.Tracer) or (
+    return isinstance(value, jax.Array) or (
         hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__array__")
     )
+
+
+def is_traced(value: Any) -> bool:
+    """Whether `value` stands for an array in a trace."""
+    return isinstance(value, Tracer)
 
 
 def leaf_paths(tree: Any, path: str) -> list[tuple[str, Any]]:

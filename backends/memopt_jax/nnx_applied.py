@@ -64,9 +64,7 @@ class NnxApplied(AppliedBase):
         """
         wrt = kw.pop("wrt", nnx.Param if params is None else params)
         tx = transformation_of(cls_or_tx, kw)
-        self._optimizer = PlacedOptimizer(
-            self.model, tx, wrt=wrt, placement=self.placement, update=self.update_of(tx)
-        )
+        self._optimizer = PlacedOptimizer(self.model, tx, wrt=wrt, placement=self.placement, update=self.update_of(tx))
         return self._optimizer
 
     def step(self, fn: StepFunction) -> Callable[[Any, Any, Any], Any]:
@@ -160,7 +158,7 @@ class NnxApplied(AppliedBase):
         if reference is None:
             return nnx.merge(graph, state)
         if reference == "unsharded":
-            state = jax.tree.map(lambda leaf: jax.device_put(leaf, self.layouts.mesh.devices.flat[0]), state)
+            state = jax.tree.map(lambda leaf: jax.device_put(leaf, self.layouts.device), state)
         copy = nnx.merge(graph, state)
         nnx_apply.restore_model(copy)
         if reference != "unsharded":
@@ -170,7 +168,7 @@ class NnxApplied(AppliedBase):
 
     def _reference_batch(self, batch: Any, reference: str | None) -> Any:
         if reference == "unsharded":
-            return jax.tree.map(lambda leaf: jax.device_put(leaf, self.layouts.mesh.devices.flat[0]), batch)
+            return jax.tree.map(lambda leaf: jax.device_put(leaf, self.layouts.device), batch)
         return self.place_batch(batch)
 
     def figures(self) -> Any:

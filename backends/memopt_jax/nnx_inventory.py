@@ -25,8 +25,12 @@ def inspect(model: Any, call: Callable[[Any], Any] | None) -> ModelSpec:
         call: Calls the model it is given; None where no inputs are known, then activations have no shapes.
     """
     parameters = parameters_of(model)
-    modules = [Module(raw, canonical_path(raw), plain_class(type(module)).__name__) for raw, module in modules_of(model)]
-    modules = [module for module in modules if module.class_name not in ("List", "Dict", "Sequential") or not module.raw]
+    modules = [
+        Module(raw, canonical_path(raw), plain_class(type(module)).__name__) for raw, module in modules_of(model)
+    ]
+    modules = [
+        module for module in modules if module.class_name not in ("List", "Dict", "Sequential") or not module.raw
+    ]
     return spec_of(parameters, modules, None if call is None else record(model, call), ties=ties_of(model))
 
 

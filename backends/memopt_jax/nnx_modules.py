@@ -1,7 +1,8 @@
 """A policy on a `flax.nnx` model with no edit of it: instances get a cached subclass of their own class.
 
-The subclass keeps the class's name, so printing, `isinstance` and saving see no difference; `nnx.split` carries it in the
-graph definition, so stacks under `nnx.scan`, `nnx.vmap` or a hand-written `jax.lax.scan` over split state are reached too.
+The subclass keeps the class's name, so printing, `isinstance` and saving see no difference; `nnx.split` carries it in
+the graph definition, so stacks under `nnx.scan`, `nnx.vmap` or a hand-written `jax.lax.scan` over split state are
+reached too.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def plain_class(cls: type) -> type:
     return cls.__mro__[1] if _MARKER in vars(cls) else cls
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _subclass(cls: type, config: ModuleConfig) -> type:
     call = cls.__call__
 
@@ -130,7 +131,8 @@ def _region_call(call: Callable[..., Any], path: str, region: Region) -> Callabl
 
 def _use_weights(functional: Functional, leaves: list[Any], weights: Mapping[str, WeightPlan]) -> list[Any]:
     return [
-        weights[name].use(leaf) if name in weights else leaf for name, leaf in zip(functional.names, leaves, strict=True)
+        weights[name].use(leaf) if name in weights else leaf
+        for name, leaf in zip(functional.names, leaves, strict=True)
     ]
 
 
@@ -185,7 +187,7 @@ class Functional:
         if structure != self._structure or graph != self.graph:
             raise MemoptError.of(
                 "unit-changes-structure",
-                f"calling `{path or 'the model'}` adds or removes variables (`sow`, or a cache made on the first call), "
+                f"calling `{path or 'the model'}` adds or removes variables (`sow`, or a cache made on first call), "
                 "which a recomputed region cannot do",
                 hint="create the variables before apply_policy, or take the unit out of the policy's units",
                 path=path,

@@ -1,7 +1,7 @@
 """The optimizer on what is really trained: state placed as the plan says, one fused update-and-apply.
 
-Optax knows nothing of memory kinds, so its state is placed leaf by leaf: a leaf that has a parameter's path and shape follows
-that parameter's `optimizer_state` row; scalars such as step counts stay on the device.
+Optax knows nothing of memory kinds, so its state is placed leaf by leaf: a leaf that has a parameter's path and shape
+follows that parameter's `optimizer_state` row; scalars such as step counts stay on the device.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class StatePlacement:
         return jax.tree_util.tree_map_with_path(lambda path, leaf: self._sharding(path, leaf, self.param_rows), params)
 
     def label_of(self, path: Sequence[Any], shape: tuple[int, ...], known: Mapping[str, Any]) -> str | None:
-        """The parameter a leaf of the state belongs to: the longest end of its path that names one of the same shape."""
+        """The parameter a leaf of the state belongs to: the longest end of its path that names one of the same
+        shape."""
         keys = leaf_path(path)
         for start in range(len(keys)):
             label = self.template.marked(canonical_path(".".join(keys[start:])))

@@ -15,7 +15,8 @@ class Options(BaseModel):
     Attributes:
         compiler_options: Given to the compiler of each step; XLA's own names, e.g.
             `xla_gpu_enable_pipelined_host_offloading`. Unknown names are an error that names the nearest.
-        check: `first_step` compares the gradients with the policy on and off before the first step, and refuses to go on
+        check: `first_step` compares the gradients with the policy on and off before the first step, and refuses to go
+        on
             when they differ.
         optimizer: How offloaded optimizer state is updated: `stream` moves it layer by layer, `whole` all at once.
     """

@@ -1,8 +1,8 @@
 """Regions: a unit's body under `jax.checkpoint`, whose policy keeps, offloads or recomputes each named value.
 
-JAX asks a checkpoint policy once per equation and caches the answer on (jaxpr, policy), so policies here are frozen values.
-A scan's body is traced once for all layers: where layers differ, the region first carries a `StackPolicy`, which
-`rewrite.py` resolves by cutting the scan; differentiating an unresolved one is an error, never a silent default.
+JAX asks a checkpoint policy once per equation and caches the answer on (jaxpr, policy), so policies here are frozen
+values. A scan's body is traced once for all layers: where layers differ, the region first carries a `StackPolicy`,
+which `rewrite.py` resolves by cutting the scan; differentiating an unresolved one is an error, never a silent default.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ _HOLE = _Hole()
 def run_region(body: Callable[..., Any], arguments: Any, *, policy: RegionPolicy | None, prevent_cse: bool) -> Any:
     """Call `body(arguments)` as a recomputed region.
 
-    Arrays in `arguments` become the region's inputs; flags and other Python values are closed over, so a `bool` argument
-    stays a `bool` wherever it stands in the signature. Outputs that are not arrays come back as they are.
+    Arrays in `arguments` become the region's inputs; flags and other Python values are closed over, so a `bool`
+    argument stays a `bool` wherever it stands in the signature. Outputs that are not arrays come back as they are.
 
     Args:
         body: The unit's body.

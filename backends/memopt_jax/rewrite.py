@@ -1,8 +1,9 @@
 """Running a traced program again with its scans cut where the layers of a stack are treated differently.
 
-A scan over L layers with k different treatments becomes a chain of scans over runs of equal layers, or a scan over groups of n
-layers where the treatment repeats with period n. No piece is a scan of length 1: XLA unrolls such a loop, and then
-eliminates the recomputation as a common subexpression; a single layer runs on its own behind an optimisation barrier.
+A scan over L layers with k different treatments becomes a chain of scans over runs of equal layers, or a scan over
+groups of n layers where the treatment repeats with period n. No piece is a scan of length 1: XLA unrolls such a loop,
+and then eliminates the recomputation as a common subexpression; a single layer runs on its own behind an optimisation
+barrier.
 """
 
 from __future__ import annotations
@@ -152,7 +153,11 @@ def _region(eqn: Any, inputs: list[Any], *, replace_policy: Any, prevent_cse: bo
 def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
     num_consts, num_carry = scan_counts(eqn)
     body = eqn.params["jaxpr"]
-    consts, carry, xs = inputs[:num_consts], inputs[num_consts : num_consts + num_carry], inputs[num_consts + num_carry :]
+    consts, carry, xs = (
+        inputs[:num_consts],
+        inputs[num_consts : num_consts + num_carry],
+        inputs[num_consts + num_carry :],
+    )
 
     def layer_step(layer: _Layer | None, carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         outputs = _evaluate(body.jaxpr, body.consts, [*consts, *carry, *x], layer)
@@ -172,7 +177,7 @@ def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
         pieces.append(ys)
     if reverse:
         pieces.reverse()
-    return [*carry, *(jnp.concatenate(parts) if len(parts) > 1 else parts[0] for parts in zip(*pieces, strict=True))]
+    return [*carry, *(jnp.concatenate(parts) if len(parts) > 1 else parts[0] for parts in zip(*pieces, strict=True))]  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def _own_stacks(jaxpr: Jaxpr) -> list[StackPolicy]:
@@ -210,5 +215,3 @@ def _run_piece(
     grouped = [x.reshape(piece.repeats, piece.period, *x.shape[1:]) for x in part]
     carry, ys = jax.lax.scan(group, carry, grouped, reverse=reverse)
     return carry, [y.reshape(piece.repeats * piece.period, *y.shape[2:]) for y in ys]
-
-

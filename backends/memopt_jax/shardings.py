@@ -13,6 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from memopt.errors import MemoptError
 from memopt.plan import Plan, PlanRow
 
+from .naming import is_traced
+
 DATA_AXES = ("replicate", "fsdp", "expert", "data")
 """Mesh axes that split the batch; the others (tensor, sequence) are the user's own business."""
 
@@ -81,7 +83,9 @@ class Layouts:
             parts.pop()
         return PartitionSpec(*parts)
 
-    def sharding(self, layout: Mapping[str, int], ndim: int, *, leading: int = 0, kind: str | None = None) -> NamedSharding:
+    def sharding(
+        self, layout: Mapping[str, int], ndim: int, *, leading: int = 0, kind: str | None = None
+    ) -> NamedSharding:
         """As `spec`, on the mesh, in a memory."""
         return NamedSharding(self.mesh, self.spec(layout, ndim, leading=leading), memory_kind=kind)
 
@@ -95,6 +99,17 @@ class Layouts:
     def replicated(self, kind: str | None = None) -> NamedSharding:
         """The same on every device."""
         return NamedSharding(self.mesh, PartitionSpec(), memory_kind=kind)
+
+    @property
+    def device(self) -> Any:
+        """The first device: its platform is the mesh's.
+
+        Raises:
+            ValueError: The mesh has no devices.
+        """
+        if not isinstance(self.mesh, Mesh) or self.mesh.devices is None:
+            raise ValueError("a mesh without devices cannot run anything")
+        return self.mesh.devices.flat[0]
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -128,12 +143,13 @@ class Layouts:
         return NamedSharding(self.mesh, PartitionSpec(self.data_axes))
 
     def constrain_batch(self, tree: Any) -> Any:
-        """Keep the batch split over the data axes in what a module returns; other dimensions are left to the compiler."""
+        """Keep the batch split over the data axes in what a module returns; other dimensions are left to the
+        compiler."""
         return jax.tree.map(self._constrain_leaf, tree)
 
     def _constrain_leaf(self, leaf: Any) -> Any:
         shape = getattr(leaf, "shape", ())
-        if self.num_data == 1 or len(shape) < 2 or shape[0] % self.num_data or not isinstance(leaf, jax.core.Tracer):
+        if self.num_data == 1 or len(shape) < 2 or shape[0] % self.num_data or not is_traced(leaf):
             return leaf
         free = (PartitionSpec.UNCONSTRAINED,) * (len(shape) - 1)
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, PartitionSpec(self.data_axes, *free)))

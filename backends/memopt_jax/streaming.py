@@ -1,10 +1,10 @@
 """The optimizer's update one layer at a time, so that offloaded state of one layer at most is on the device.
 
-An optax update is an opaque function over whole trees; its program is not. It is traced once, and the equations that act
-element by element on a stacked array are run inside a loop over the stacking axis, each layer's state fetched before and
-sent back after. What needs whole arrays first (a global norm for clipping) is computed before the loop, from the gradients,
-which are on the device anyway. A transformation that mixes the elements of an array, or needs norms of the state itself,
-cannot be cut: it is named and its state is moved whole.
+An optax update is an opaque function over whole trees; its program is not. It is traced once, and the equations that
+act element by element on a stacked array are run inside a loop over the stacking axis, each layer's state fetched
+before and sent back after. What needs whole arrays first (a global norm for clipping) is computed before the loop,
+from the gradients, which are on the device anyway. A transformation that mixes the elements of an array, or needs
+norms of the state itself, cannot be cut: it is named and its state is moved whole.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from memopt.errors import MemoptWarning
 from .optimizer import StatePlacement, Update, leaf_path, whole_update
 from .rewrite import bind
 
-_POINTWISE = frozenset(
-    """add add_any sub mul div max min pow integer_pow sqrt rsqrt cbrt exp exp2 log log1p expm1 tanh logistic neg sign abs
-    square select_n eq ne lt le gt ge and or not xor convert_element_type is_finite floor ceil round clamp erf copy copy_p
-    stop_gradient real_p nextafter rem sin cos name reduce_precision""".split()
-)
+_POINTWISE = frozenset({
+    "add", "add_any", "sub", "mul", "div", "max", "min", "pow", "integer_pow", "sqrt", "rsqrt", "cbrt", "exp",
+    "exp2", "log", "log1p", "expm1", "tanh", "logistic", "neg", "sign", "abs", "square", "select_n", "eq", "ne",
+    "lt", "le", "gt", "ge", "and", "or", "not", "xor", "convert_element_type", "is_finite", "floor", "ceil",
+    "round", "clamp", "erf", "copy", "copy_p", "stop_gradient", "real_p", "nextafter", "rem", "sin", "cos", "name",
+    "reduce_precision",
+})  # fmt: skip
+"""Primitives that act element by element."""
 _INLINED = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"})
 
 
-class CannotStream(Exception):  # noqa: N818
+class CannotStream(Exception):
     """Why an update cannot be cut along layers; handled by moving the state whole."""
 
 
@@ -129,7 +132,9 @@ class _Streamed:
         }
         for length in sorted({inside[jaxpr.outvars[index]] for index in targets}):
             own = {index: source for index, source in targets.items() if inside[jaxpr.outvars[index]] == length}
-            values.update(_Loop(jaxpr, env, inside, length, own, dict(zip(jaxpr.invars, self._hosted, strict=True))).run())
+            values.update(
+                _Loop(jaxpr, env, inside, length, own, dict(zip(jaxpr.invars, self._hosted, strict=True))).run()
+            )
         for index, (path, leaf) in enumerate(self._out_leaves):
             # Results of whole leaves that rest on the host go back there; (parameters, state) are outputs 0 and 1.
             rows = (self._placement.param_rows, self._placement.rows)[path[0].idx]
@@ -194,7 +199,7 @@ class _Loop:
             if any(self.inside.get(var) == self.length for var in eqn.outvars):
                 inputs = [self._input(atom, local) for atom in eqn.invars]
                 if eqn.primitive.name == "broadcast_in_dim":
-                    outs = [jnp.broadcast_to(inputs[0], (1, *eqn.outvars[0].aval.shape[1:]))]
+                    outs = [jnp.broadcast_to(inputs[0], (1, *_aval(eqn.outvars[0]).shape[1:]))]
                 else:
                     outs = bind(eqn, inputs)
                 local.update(zip(eqn.outvars, outs, strict=True))
@@ -207,28 +212,32 @@ class _Loop:
         return self.env[atom]
 
 
+def _aval(atom: Any) -> Any:
+    return atom.aval
+
+
 def _inside(jaxpr: Jaxpr, stacked: set[Any]) -> dict[Any, int]:
     """Values that are made layer by layer -> the stack's length: stacked inputs and what is pointwise in them.
 
     Raises:
         CannotStream: A stacked value enters an equation that mixes its elements and is no full reduction.
     """
-    inside = {var: var.aval.shape[0] for var in stacked}
+    inside = {var: _aval(var).shape[0] for var in stacked}
     for eqn in jaxpr.eqns:
         own = [atom for atom in eqn.invars if not isinstance(atom, Literal) and atom in inside]
         name = eqn.primitive.name
         if not own:
-            if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape and eqn.outvars[0].aval.ndim:
+            if name == "broadcast_in_dim" and not _aval(eqn.invars[0]).shape and _aval(eqn.outvars[0]).ndim:
                 # A scalar spread over a whole array: made layer by layer where a stacked value meets it.
-                shape = eqn.outvars[0].aval.shape
-                if any(var.aval.shape == shape for var in stacked):
+                shape = _aval(eqn.outvars[0]).shape
+                if any(_aval(var).shape == shape for var in stacked):
                     inside[eqn.outvars[0]] = shape[0]
             continue
-        shapes = {atom.aval.shape for atom in own}
-        others = [a for a in eqn.invars if (isinstance(a, Literal) or a not in inside) and getattr(a.aval, "ndim", 0)]
+        shapes = {_aval(atom).shape for atom in own}
+        others = [a for a in eqn.invars if (isinstance(a, Literal) or a not in inside) and getattr(_aval(a), "ndim", 0)]
         if name in _POINTWISE and len(shapes) == 1 and not others:
-            inside.update({var: inside[own[0]] for var in eqn.outvars})
-        elif not all(var.aval.ndim == 0 for var in eqn.outvars):
+            inside.update(dict.fromkeys(eqn.outvars, inside[own[0]]))
+        elif not all(_aval(var).ndim == 0 for var in eqn.outvars):
             raise CannotStream(f"`{name}` mixes the elements of an array of shape {next(iter(shapes))}")
     return inside
 
@@ -253,7 +262,7 @@ def _needed_ahead(jaxpr: Jaxpr, inside: Mapping[Any, int], hosted: set[Any], sta
 def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The program with nested calls put in line, so that every equation is a plain one."""
     return jax.make_jaxpr(lambda *args: _run(closed.jaxpr, closed.consts, args))(
-        *[jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
+        *[jax.ShapeDtypeStruct(_aval(var).shape, _aval(var).dtype) for var in closed.jaxpr.invars]
     )
 
 

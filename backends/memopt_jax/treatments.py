@@ -40,6 +40,8 @@ class Template:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._scanned = {stack.path: stack.length for stack in spec.stacks if stack.kind == "scan"}
+        # Parameters of a function's stack may lie elsewhere in its tree: their raw path is an alias.
+        self._raw = {alias: self.label(tensor.path) for tensor in spec.tensors_of("param") for alias in tensor.aliases}
 
     def split(self, path: str) -> tuple[str, int | None]:
         """`layers.3.mlp` of a scanned stack to (`layers.*.mlp`, 3); other paths stay.
@@ -59,7 +61,9 @@ class Template:
         return self.split(path)[0]
 
     def marked(self, path: str) -> str:
-        """The label of a module path that carries no index (`layers.mlp` to `layers.*.mlp`)."""
+        """The label of a path that carries no index (`layers.mlp` to `layers.*.mlp`), or of a parameter's raw path."""
+        if path in self._raw:
+            return self._raw[path]
         stack = next((s for s in self._scanned if path == s or path.startswith(s + ".")), None)
         return path if stack is None else f"{stack}.*{path[len(stack) :]}"
 
@@ -86,7 +90,9 @@ def treatments_of(plan: Plan, spec: ModelSpec, layouts: Layouts) -> Treatments:
         elif not units[0][1].region and not own_weights:
             policy = None
         if policy is not None:
-            regions[label] = Region(policy, prevent_cse=length is None or length == 1, weights=tuple(own_weights.items()))
+            regions[label] = Region(
+                policy, prevent_cse=length is None or length == 1, weights=tuple(own_weights.items())
+            )
     claimed = tuple(regions)
     for label, plans in _by_module(weights).items():
         if not any(label == unit or label.startswith(unit + ".") for unit in claimed):
@@ -151,7 +157,7 @@ def _unit_policy(label: str, unit: PlanUnit, rows: Sequence[PlanRow], template: 
             if names.get(row.checkpoint_name, residual) != residual:
                 raise MemoptError.of(
                     "name-used-twice",
-                    f"`{row.checkpoint_name}` names several values of `{unit.name}`, and the rules treat them differently",
+                    f"`{row.checkpoint_name}` names several values of `{unit.name}`, and the rules differ for them",
                     hint="give the values different checkpoint_names, or the same rule",
                     path=row.path,
                 )
@@ -183,7 +189,7 @@ def _weights(plan: Plan, template: Template, layouts: Layouts) -> dict[str, Weig
     found: dict[str, WeightPlan] = {}
     in_units = {template.label(member) for unit in plan.units for member in unit.members}
     for row in plan.rows_of("param"):
-        label, index = template.split(row.path)
+        label = template.label(row.path)
         gathers = bool(row.layout) and any(_is_within(label, unit) for unit in in_units)
         own = layouts.of_layer(row) if gathers else None
         plan_of_row = WeightPlan(
@@ -220,7 +226,8 @@ def _by_module(weights: Mapping[str, WeightPlan]) -> dict[str, dict[str, WeightP
 
 
 def _batched(plan: Plan, template: Template, units: Mapping[str, Any]) -> set[str]:
-    """Units, and modules outside units that hold sharded parameters: where the compiler might move the split off the batch."""
+    """Units, and modules outside units that hold sharded parameters: where the compiler might move the split off the
+    batch."""
     sharded = {template.label(row.path.rpartition(".")[0]) for row in plan.rows_of("param") if row.layout}
     outside = {path for path in sharded if not any(_is_within(path, unit) for unit in units)}
     return outside | (set(units) if sharded else set())

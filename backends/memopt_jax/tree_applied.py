@@ -16,6 +16,7 @@ from memopt.spec import ModelSpec
 from .applied import AppliedBase
 from .checking import Gradients, compare
 from .compiled import CompiledStep
+from .naming import is_traced
 from .optimizer import transformation_of
 from .remat import Static
 from .shardings import place
@@ -38,7 +39,7 @@ class TreeOptimizer:
     def init(self, params: Any) -> Any:
         """The state for `params`, placed."""
         state = self._tx.init(params)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
+        if any(is_traced(leaf) for leaf in jax.tree.leaves(state)):
             return state
         return place(state, self._applied.placement.state_shardings(state))
 
@@ -61,7 +62,7 @@ class TreeOptimizer:
         if self._applied.placement.offloads_any:
             raise MemoptError.of(
                 "update-not-fused",
-                "optimizer state or parameters rest on the host, and optax's two calls would bring all of it to the device",
+                "optimizer state or parameters rest on the host; optax's two calls would bring all to the device",
                 hint="params, opt_state = optimizer.update_and_apply(grads, opt_state, params)",
             )
         return self._tx.update(self._applied.placement.constrain_gradients(gradients), state, params)
@@ -76,11 +77,11 @@ class _Tapped:
         self._optimizer = optimizer
 
     def __enter__(self) -> list[Any]:
-        self._optimizer._tap = []  # noqa: SLF001
-        return self._optimizer._tap  # noqa: SLF001
+        self._optimizer._tap = []
+        return self._optimizer._tap
 
     def __exit__(self, *_: object) -> None:
-        self._optimizer._tap = None  # noqa: SLF001
+        self._optimizer._tap = None
 
 
 class TreeApplied(AppliedBase):
@@ -144,7 +145,7 @@ class TreeApplied(AppliedBase):
             raise MemoptError.of(
                 "check-needs-a-step",
                 "the check takes its loss from the training step, and no step, optimizer or parameters were given yet",
-                hint="call run.optimizer(...) and run.step(fn), and pass state=(params, opt_state) before the first step",
+                hint="call run.optimizer(...) and run.step(fn), and pass state=(params, opt_state) before any step",
             )
         against = "plain" if reference == "auto" else reference
         ours = self._gradients(state, batch, None)
@@ -158,7 +159,7 @@ class TreeApplied(AppliedBase):
         if fn is None or optimizer is None:
             raise RuntimeError("no step function")
         if reference == "unsharded":
-            device = self.layouts.mesh.devices.flat[0]
+            device = self.layouts.device
             state, batch = jax.tree.map(lambda leaf: jax.device_put(leaf, device), (state, batch))
         else:
             batch = self.place_batch(batch)
@@ -201,5 +202,3 @@ def _dotted(path: Any) -> str:
 def as_variables(params: Mapping[str, Any]) -> Mapping[str, Any]:
     """Variable collections: what `model.init` returns, or bare parameters put under `params`."""
     return params if "params" in params else {"params": params}
-
-

@@ -1,7 +1,8 @@
 """Reading a traced program: which values carry which names, what made them, and in which scan.
 
-Names of one value (a module's output, the next module's input, a user's `checkpoint_name`) are found by following identities
-through nested programs; every call site is followed on its own, because JAX shares the inner program between them.
+Names of one value (a module's output, the next module's input, a user's `checkpoint_name`) are found by following
+identities through nested programs; every call site is followed on its own, because JAX shares the inner program
+between them.
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ def _equation(eqn: Any, inputs: list[Value], program: Program, scans: tuple[int,
 
 
 def _called(eqn: Any) -> ClosedJaxpr | None:
-    """The program an equation calls once with its own operands (jit, checkpoint, custom_vjp, custom_jvp, closed calls)."""
+    """The program an equation calls once with its own operands (jit, checkpoint, custom_vjp, custom_jvp, closed
+    calls)."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = eqn.params.get(key)
         if isinstance(inner, ClosedJaxpr):

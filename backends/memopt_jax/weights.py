@@ -1,7 +1,7 @@
 """What happens to a parameter on its way from where it rests to where it is used.
 
-All three steps belong inside the unit's region, so that the backward pass repeats them instead of keeping their results:
-a fetched, gathered or cast weight is never a residual unless the policy asks for it.
+All three steps belong inside the unit's region, so that the backward pass repeats them instead of keeping their
+results: a fetched, gathered or cast weight is never a residual unless the policy asks for it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Causal attention that never holds a sequence by sequence matrix beyond one block of queries.
 
-Shapes: B sequences, S positions, H query heads, G key heads, R = H / G, D and E the sizes of a key's and a value's head.
+Shapes: B sequences, S positions, H query heads, G key heads, R = H / G, D and E the sizes of a key's and a value's
+head.
 
 The backward pass recomputes the scores of one block at a time from the softmax statistics, as in FlashAttention-2
 (Dao 2023, section 3.1, algorithm 2), in plain JAX: it compiles for every target, with or without the device.
@@ -61,7 +62,8 @@ def _backward(
     scale: float, block: int, residuals: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     q, k, v, result, statistics = residuals
-    # Row sums of gradient times result stand for the softmax's own correction term (FlashAttention-2, algorithm 2, line 4).
+    # Row sums of gradient times result stand for the softmax's own correction term (FlashAttention-2, algorithm 2,
+    # line 4).
     correction = (gradient.astype(jnp.float32) * result.astype(jnp.float32)).sum(-1)
     parts = (_grouped(q, k), _grouped(gradient, k), statistics, correction.reshape(statistics.shape))
     blocked = [_blocks_of(part, block) for part in parts]
@@ -119,14 +121,14 @@ def _merged(value: jax.Array, length: int) -> jax.Array:
     return merged.reshape(merged.shape[0], -1, *merged.shape[3:])[:, :length]
 
 
-def _map_blocks(one, parts: tuple[jax.Array, ...], blocks: int):  # noqa: ANN001, ANN202
-    def step(carry: None, start: jax.Array, part: tuple[jax.Array, ...]):  # noqa: ANN202
+def _map_blocks(one, parts: tuple[jax.Array, ...], blocks: int):
+    def step(carry: None, start: jax.Array, part: tuple[jax.Array, ...]):
         return carry, one(start, part)
 
     return _scan_blocks(step, None, parts, blocks)[1]
 
 
-def _scan_blocks(step, carry, parts: tuple[jax.Array, ...], blocks: int):  # noqa: ANN001, ANN202
+def _scan_blocks(step, carry, parts: tuple[jax.Array, ...], blocks: int):
     """Scan over blocks; a single block runs without a loop, which XLA would unroll anyway."""
     size = parts[0].shape[2]
     if blocks == 1:

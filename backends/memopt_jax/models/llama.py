@@ -34,7 +34,7 @@ class LlamaAttention(nnx.Module):
         k = checkpoint_name(rotate(self.k_proj(x).reshape(heads), cos, sin), "k")
         v = self.v_proj(x).reshape(heads)
         out = causal_attention(q, k, v, self.head_dim**-0.5)
-        return self.o_proj(out.reshape(batch, length, -1))
+        return self.o_proj(jnp.reshape(out, (batch, length, -1)))
 
 
 class LlamaDecoderLayer(nnx.Module):
@@ -54,8 +54,8 @@ class LlamaDecoderLayer(nnx.Module):
 class LlamaForCausalLM(nnx.Module):
     """Tokens to logits, or to the mean loss when labels are given.
 
-    With labels, logits exist for one block of positions at a time: at a vocabulary of 128 thousand they would otherwise be
-    the largest tensor of the step.
+    With labels, logits exist for one block of positions at a time: at a vocabulary of 128 thousand they would
+    otherwise be the largest tensor of the step.
     """
 
     def __init__(self, config: WorkloadConfig, *, rngs: nnx.Rngs) -> None:

@@ -119,7 +119,8 @@ def gradients(
     linen_models: Mapping[str, nn.Module],
     one_device: Mesh,
 ) -> Callable[..., tuple[dict[str, np.ndarray], Any]]:
-    """`gradients(kind, form, policy)` -> ({path: gradient}, jaxpr); without a policy the plain model's, computed once."""
+    """`gradients(kind, form, policy)` -> ({path: gradient}, jaxpr); without a policy the plain model's, computed
+    once."""
     plain: dict[tuple[str, str], dict[str, np.ndarray]] = {}
 
     def of_nnx(form: str, policy: Any) -> tuple[dict[str, np.ndarray], Any]:
@@ -138,7 +139,7 @@ def gradients(
         variables = model.init(jax.random.key(0), inputs)
         if policy is not None:
             model = apply_policy(model, policy, params=variables, example_inputs=inputs, mesh=one_device).model
-        return _run(lambda variables, x: (model.apply(variables, x) ** 2).mean(), variables, inputs)
+        return _run(lambda variables, x: jnp.square(model.apply(variables, x)).mean(), variables, inputs)
 
     def gradients_of(kind: str, form: str, policy: Any = None) -> tuple[dict[str, np.ndarray], Any]:
         run = {"nnx": of_nnx, "linen": of_linen}[kind]

@@ -33,7 +33,10 @@ POLICIES: dict[str, tuple[list[dict[str, Any]], int]] = {
     "offload the first layer": ([offload("layers.*.mlp.up", layers={"first": 1}), REST], UP),
     "offload every second": ([offload("layers.*.mlp.up", layers={"every": 2, "offset": 1}), REST], 2 * UP),
     "matmuls kept, the rest recomputed": ([{"name": "k", "action": "keep", "match": {"op": "matmul"}}, REST], 0),
-    "parameters on the host": ([{"name": "p", "action": "offload", "match": {"role": "param", "path": "layers.**"}}], 0),
+    "parameters on the host": (
+        [{"name": "p", "action": "offload", "match": {"role": "param", "path": "layers.**"}}],
+        0,
+    ),
     "everything on the host": (
         [
             {"name": "p", "action": "offload", "match": {"role": "param", "path": "layers.**"}},
