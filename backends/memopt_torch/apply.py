@@ -27,7 +27,7 @@ from .engine import Engine
 from .guards import guard_model, refuse_unfit
 from .inventory import Names, names_of
 from .methods import register_method
-from .optimizers import make_optimizer, repoint
+from .optimizers import make_optimizer, note_state_rule, repoint
 from .placement import dtypes_of, requests_of
 from .sharded import vector_norms
 
@@ -271,6 +271,10 @@ def apply(model: nn.Module, plan: Plan, spec: ModelSpec, *, optimizer: Any, mesh
     regions.transfers.engine = engine  # weights are never offloaded as activations
     applied = Applied(model, plan, spec, names=names, engine=engine, regions=regions)
     guard_model(model, applied)
+    held = applied.held_parameters()
+    for row in plan.rows_of("optimizer_state"):
+        if row.memory_kind == "pinned_host" and row.rule is not None and row.path in held:
+            note_state_rule(held[row.path], row.rule)
     if optimizer is not None:
         applied.adopt(optimizer)
     return applied

@@ -128,8 +128,10 @@ def write(contents: Contents, target: Path) -> None:
     """Writes beside the target, then renames.
 
     Raises:
-        MemoptError: `checkpoint-write-failed`; what was there before is untouched.
+        MemoptError: `checkpoint-write-failed`, `checkpoint-target-occupied`; what was there before is untouched.
     """
+    target = target.absolute()
+    _refuse_occupied(target)
     partial = target.with_name(f"{target.name}.writing")
     _on_first_rank(lambda: _clear(partial))
     try:
@@ -144,6 +146,36 @@ def write(contents: Contents, target: Path) -> None:
             path=str(target),
             hint="nothing was replaced: an earlier checkpoint there is as it was. Free space or choose another folder",
         ) from error
+
+
+def _refuse_occupied(target: Path) -> None:
+    """Only an earlier checkpoint is replaced: anything else at the places a save writes to is the user's own."""
+    found = [_occupied(target)] if _rank() == 0 else [[]]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    if found[0]:
+        raise MemoptError(
+            Problem(
+                "checkpoint-target-occupied",
+                f"`{path}` exists and is not a checkpoint: saving would delete it",
+                path=path,
+                hint="pass a folder that does not exist yet, is empty, or holds an earlier checkpoint and nothing else",
+            )
+            for path in found[0]
+        )
+
+
+def _occupied(target: Path) -> list[str]:
+    beside = (target.with_name(f"{target.name}.{suffix}") for suffix in ("writing", "previous"))
+    return [str(path) for path in (target, *beside) if path.exists() and not (path.is_dir() and _is_ours(path))]
+
+
+def _is_ours(folder: Path) -> bool:
+    """Empty, a checkpoint, or what a killed save has left of one."""
+    return all(
+        entry.name == ABOUT or entry.name.startswith(".metadata") or ".distcp" in entry.name
+        for entry in folder.iterdir()
+    )
 
 
 def _cause(error: BaseException) -> str:

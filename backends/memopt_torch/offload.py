@@ -194,7 +194,7 @@ class Transfers:
         self._trips: list[weakref.ref[_Trip]] = []
         self._by_call: weakref.WeakKeyDictionary[Any, _Trip] = weakref.WeakKeyDictionary()
         self._open: list[_Trip] = []
-        self._known: dict[tuple[int, int, int], weakref.ref[Parcel]] = {}
+        self._known: dict[tuple[int, int, int, torch.dtype], weakref.ref[Parcel]] = {}
 
     # The forward pass: units begin, send, end.
 
@@ -221,7 +221,7 @@ class Transfers:
         if not self.can_send(tensor):
             return _Stays(detached(tensor))
         self._set_up(tensor.device)
-        key = (tensor.untyped_storage()._cdata, int(tensor.storage_offset()), extent_of(tensor))
+        key = (tensor.untyped_storage()._cdata, int(tensor.storage_offset()), extent_of(tensor), tensor.dtype)
         known = self._known.get(key)
         parcel = known() if known is not None else None
         if parcel is None or parcel.source is None or parcel.source._version != parcel.version:
@@ -349,7 +349,11 @@ class SavedRegion:
             nonlocal num_saved, is_followed
             index, num_saved = num_saved, num_saved + 1
             is_followed = is_followed and _form(tensor) == pattern.forms[index : index + 1]
-            return self._transfers.send(tensor) if is_followed and index in pattern.sent else tensor
+            return (
+                self._transfers.send(tensor)
+                if is_followed and index in pattern.sent
+                else _Slot(tensor, tensor._version)
+            )
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack(call)):
             out = original(*args, **kwargs)
@@ -371,7 +375,7 @@ class SavedRegion:
             return slot
 
         unpack = self._unpack(call)
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda slot: unpack(slot.held))
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         with naming, hooks, _Recorder(recording, naming):
             out = original(*args, **kwargs)
         refuse_missing(self._wanted, recording, naming, self._path)
@@ -400,10 +404,11 @@ class SavedRegion:
 
     def _unpack(self, call: _Call) -> Callable[[Any], torch.Tensor]:
         def unpack(packed: Any) -> torch.Tensor:
-            if isinstance(packed, torch.Tensor):
-                return packed
+            held = packed.checked() if isinstance(packed, _Slot) else packed
+            if isinstance(held, torch.Tensor):
+                return held
             self._transfers.arrive(call)
-            return packed.take()
+            return held.take()
 
         return unpack
 
@@ -414,13 +419,31 @@ def _form(tensor: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
 
 @dataclass(eq=False)
 class _Slot:
-    """A saved tensor of a recorded call: decided when the call is over."""
+    """A saved tensor that stays, or (of a recorded call) may be sent when the call is over.
+
+    Under hooks autograd does not look whether a saved tensor was overwritten; this does.
+    """
 
     held: Any
     version: int
 
+    def checked(self) -> Any:
+        """What is held.
+
+        Raises:
+            MemoptError: `held-value-overwritten`.
+        """
+        if isinstance(self.held, torch.Tensor) and self.held._version != self.version:
+            raise MemoptError.of(
+                "held-value-overwritten",
+                f"a value of shape {list(self.held.shape)} that autograd keeps for the backward pass of an offloaded "
+                "unit was overwritten in place after it had been saved",
+                hint="replace the in-place operator (`x += y` by `x = x + y`)",
+            )
+        return self.held
+
     def send(self, transfers: Transfers) -> None:
-        """Put it on its way, unless it has been overwritten since: then it stays and autograd's own check speaks."""
+        """Put it on its way, unless it has been overwritten since: then it stays, and the backward pass says so."""
         if self.held._version == self.version:
             self.held = transfers.send(self.held)
 

@@ -33,6 +33,7 @@ class Stepped(Protocol):
 
 _REPLACEMENT = "_memopt_replacement"
 _OWNER = "_memopt_owner"
+_STATE_RULE = "_memopt_state_rule"
 
 
 def note_replacement(old: nn.Parameter, new: nn.Parameter) -> None:
@@ -56,6 +57,11 @@ def note_owner(parameter: nn.Parameter, owner: Stepped) -> None:
     setattr(parameter, _OWNER, weakref.ref(owner))
 
 
+def note_state_rule(parameter: nn.Parameter, rule: str) -> None:
+    """Remembers the rule that offloads a parameter's optimizer state: an optimizer that cannot honour it is refused."""
+    setattr(parameter, _STATE_RULE, rule)
+
+
 def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
@@ -75,8 +81,22 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             hint="pass it, `memopt.apply_policy(model, policy, optimizer=optimizer)`, or make it afterwards with "
             "`run.optimizer(torch.optim.AdamW, lr=...)`",
         )
+    if not hasattr(optimizer, "_memopt_offload"):
+        _refuse_unplaced(optimizer)
     for owner in _owners(optimizer):
         owner.before_step()
+
+
+def _refuse_unplaced(optimizer: Optimizer) -> None:
+    rule = next((rule for p in _parameters(optimizer) if (rule := getattr(p, _STATE_RULE, None)) is not None), None)
+    if rule is not None:
+        raise MemoptError.of(
+            "optimizer-not-placed",
+            f"rule `{rule}` offloads optimizer state, and this {type(optimizer).__name__} keeps its own on the device: "
+            "it was made without the policy",
+            hint="make it with `run.optimizer(torch.optim.AdamW, lr=...)`, or pass it: "
+            "`memopt.apply_policy(model, policy, optimizer=optimizer)`",
+        )
 
 
 def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
