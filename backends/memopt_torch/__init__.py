@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from .backend import BACKEND
 
 if TYPE_CHECKING:
-    from .lower import lower
+    from .lowered import lower
 
 __all__ = ["BACKEND", "lower"]
 
 
 def __getattr__(name: str) -> object:
     if name == "lower":
-        from .lower import lower
+        from .lowered import lower
 
         return lower
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

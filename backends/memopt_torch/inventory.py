@@ -162,18 +162,26 @@ def _modules(names: Names) -> Iterator[ModuleSpec]:
 
 
 def _stacks(names: Names) -> tuple[StackSpec, ...]:
-    """Lists of blocks of one class, the one with most parameters first."""
+    """Lists of blocks of one class (mappings whose keys are indices too), the one with most parameters first."""
     found = []
     for path, module in names.modules.items():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) == 0:
+        blocks = _blocks(module)
+        if not blocks or len({type(block) for block in blocks}) != 1:
             continue
-        classes = {type(child) for child in module}
-        blocks = all(any(child.children()) and any(True for _ in child.parameters()) for child in module)
-        if len(classes) == 1 and blocks and (isinstance(module, nn.ModuleList) or len(module) > 1):
+        if all(any(block.children()) and any(True for _ in block.parameters()) for block in blocks):
             size = sum(parameter.numel() for parameter in module.parameters())
-            found.append((size, StackSpec(path, len(module), "loop", type(module[0]).__name__)))
+            found.append((size, StackSpec(path, len(blocks), "loop", type(blocks[0]).__name__)))
     found.sort(key=lambda pair: -pair[0])
     return tuple(stack for _, stack in found)
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """The members of a list of blocks; none for other modules. A lone member of a Sequential is no stack."""
+    if isinstance(module, nn.ModuleDict):
+        return list(module.values()) if list(module) == [str(i) for i in range(len(module))] else []
+    if isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and len(module) > 1):
+        return list(module)
+    return []
 
 
 def _activations(names: Names) -> Iterator[TensorSpec]:
@@ -204,7 +212,9 @@ def _activations(names: Names) -> Iterator[TensorSpec]:
         )
         if "Attention" in type(module).__name__ and any(module.children()):
             eager = getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
-            for name in ("q", "k", "attn_out", "attn_stats"):
+            for name in ("q", "k", "v", "attn_out", "attn_stats"):
+                if name == "v" and f"{path}.v_proj" in names.modules:
+                    continue  # its output is that value
                 if f"{path}.{name}" not in names.modules and not (eager and name == "attn_stats"):
                     op = "attention" if name.startswith("attn") else None
                     yield TensorSpec(f"{path}.{name}", "activation", None, None, module=path, op=op)
