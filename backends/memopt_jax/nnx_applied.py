@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,12 +14,12 @@ from memopt.errors import MemoptError
 from memopt.plan import Plan
 from memopt.spec import ModelSpec
 
-from . import nnx_apply
+from . import checkpoint, nnx_apply
 from .applied import AppliedBase
 from .checking import Gradients, compare
 from .compiled import CompiledStep
 from .nnx_optimizer import PlacedOptimizer
-from .optimizer import transformation_of
+from .optimizer import leaf_path, transformation_of
 from .remat import Static
 from .treatments import without_residuals
 
@@ -171,6 +172,40 @@ class NnxApplied(AppliedBase):
             return jax.tree.map(lambda leaf: jax.device_put(leaf, self.layouts.device), batch)
         return self.place_batch(batch)
 
+    def save(self, directory: str | Path, **extra: Any) -> None:
+        """A sharded checkpoint of the model and of the optimizer made last; nothing is gathered.
+
+        Args:
+            directory: Must not exist.
+            extra: Plain data to come back from `load`, such as the step.
+        """
+        checkpoint.save(directory, self._parts(), extra)
+
+    def load(self, directory: str | Path) -> dict[str, Any]:
+        """Resume into the model and the optimizer, in place, laid out as this policy says; returns what was extra.
+
+        The checkpoint may come from another mesh, another policy, or none.
+        """
+        parts = self._parts()
+        restored, extra = checkpoint.load(directory, parts)
+        for part, holder in (("params", self.model), ("optimizer", self._optimizer)):
+            if part in restored:
+                state = nnx.state(holder)
+                leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+                values = [restored[part][_name(path)] for path, _ in leaves]
+                nnx.update(holder, jax.tree.unflatten(structure, values))
+        return extra
+
+    def _parts(self) -> dict[str, dict[str, Any]]:
+        holders = {"params": self.model} | ({} if self._optimizer is None else {"optimizer": self._optimizer})
+        return {
+            part: {
+                _name(path): leaf
+                for path, leaf in jax.tree_util.tree_flatten_with_path(self._on_mesh(nnx.state(holder)))[0]
+            }
+            for part, holder in holders.items()
+        }
+
     def figures(self) -> Any:
         """Bytes, FLOPs and collectives of the compiled step, measured on the executable."""
         if self._step is None or self._optimizer is None:
@@ -179,6 +214,10 @@ class NnxApplied(AppliedBase):
 
     def _step_time_s(self) -> float | None:
         return None if self._step is None else self._step.step_time_s
+
+
+def _name(path: Any) -> str:
+    return ".".join(leaf_path(path))
 
 
 def _filters(optimizer: Any) -> tuple[Any, Any]:

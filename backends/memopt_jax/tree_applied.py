@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,11 +14,12 @@ from memopt.errors import MemoptError
 from memopt.plan import Plan
 from memopt.spec import ModelSpec
 
+from . import checkpoint
 from .applied import AppliedBase
 from .checking import Gradients, compare
 from .compiled import CompiledStep
 from .naming import is_traced
-from .optimizer import transformation_of
+from .optimizer import leaf_path, transformation_of
 from .remat import Static
 from .shardings import place
 
@@ -184,6 +186,58 @@ class TreeApplied(AppliedBase):
         named = {_dotted(path): jax.device_get(leaf) for path, leaf in paths}
         return Gradients([jax.device_get(leaf) for leaf in aux], named)
 
+    def save(self, directory: str | Path, *, state: Any = None, **extra: Any) -> None:
+        """A sharded checkpoint of parameters and optimizer state; nothing is gathered.
+
+        Args:
+            directory: Must not exist.
+            state: (params, opt_state); those of the last step when left out.
+            extra: Plain data to come back from `load`, such as the step.
+
+        Raises:
+            MemoptError: `no-step-yet`.
+        """
+        state = self._last if state is None else state
+        if state is None:
+            raise MemoptError.of(
+                "no-step-yet", "no step has run, so there is nothing to save", hint="pass state=(params, opt_state)"
+            )
+        checkpoint.save(directory, {"params": _flat(state[0]), "optimizer": _flat(state[1])}, extra)
+
+    def load(self, directory: str | Path, *, params: Any) -> tuple[Any, Any, dict[str, Any]]:
+        """Resume, laid out as this policy says; the checkpoint may come from another mesh, another policy, or none.
+
+        Args:
+            directory: Where `save` wrote.
+            params: The parameters' tree; shapes are enough.
+
+        Returns:
+            Parameters, optimizer state, and what was extra.
+
+        Raises:
+            MemoptError: `load-needs-an-optimizer`, `checkpoint-missing`, `checkpoint-mismatch`.
+        """
+        if self._optimizer is None:
+            raise MemoptError.of(
+                "load-needs-an-optimizer",
+                "the optimizer's state cannot be laid out before the optimizer is made",
+                hint="call run.optimizer(...) first",
+            )
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+        state = jax.eval_shape(self._optimizer.init, shapes)
+        wanted = {
+            "params": (shapes, self.placement.param_shardings(shapes)),
+            "optimizer": (state, self.placement.state_shardings(state)),
+        }
+        templates = {part: _flat(place(tree, shardings)) for part, (tree, shardings) in wanted.items()}
+        restored, extra = checkpoint.load(directory, templates)
+        params, opt_state = (
+            jax.tree.unflatten(jax.tree.structure(wanted[part][0]), [restored[part][name] for name in templates[part]])
+            for part in ("params", "optimizer")
+        )
+        self._last = (params, opt_state)
+        return params, opt_state, extra
+
     def figures(self) -> Any:
         """Bytes, FLOPs and collectives of the compiled step, measured on the executable."""
         if self._step is None or self._last is None:
@@ -192,6 +246,10 @@ class TreeApplied(AppliedBase):
 
     def _step_time_s(self) -> float | None:
         return None if self._step is None else self._step.step_time_s
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    return {".".join(leaf_path(path)): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def _dotted(path: Any) -> str:

@@ -5,6 +5,8 @@ Shapes: B sequences, S positions, D width, H query heads, G key heads, V vocabul
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -33,7 +35,7 @@ class LlamaAttention(nnx.Module):
         q = checkpoint_name(rotate(self.q_proj(x).reshape(heads), cos, sin), "q")
         k = checkpoint_name(rotate(self.k_proj(x).reshape(heads), cos, sin), "k")
         v = self.v_proj(x).reshape(heads)
-        out = causal_attention(q, k, v, self.head_dim**-0.5)
+        out: Any = causal_attention(q, k, v, self.head_dim**-0.5)
         return self.o_proj(jnp.reshape(out, (batch, length, -1)))
 
 
