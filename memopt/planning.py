@@ -114,7 +114,7 @@ class PlanResult:
     @property
     def left_out(self) -> tuple[str, ...]:
         """What no figure here covers."""
-        return (*self.measured.left_out, *_left_out_of_target(self.setting.target, self.time))
+        return (*self.measured.left_out, *_left_out_of_target(self.setting.target, self.time, self.measured))
 
     @property
     def planned(self) -> PlannedBytes:
@@ -403,9 +403,11 @@ def _fraction(measured: Measured) -> float | None:
     return measured.recompute_flops / measured.step_flops
 
 
-def _left_out_of_target(target: Target, step: StepTime) -> tuple[str, ...]:
+def _left_out_of_target(target: Target, step: StepTime, measured: Measured) -> tuple[str, ...]:
     """What the target's figures and the step's model do not cover."""
     found = []
+    if target.kind != "cpu" and target.host_link_bytes_per_s is None and measured.to_host_bytes:
+        found.append("host transfers take no time in the estimate: the target's host link rate is not published")
     if target.assumed:
         found.append(f"assumed, no source: {', '.join(target.assumed)} of {target.model}")
     if target.kind == "gpu" and target.host_link_bytes_per_s is not None:

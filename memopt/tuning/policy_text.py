@@ -19,19 +19,23 @@ class TensorRule:
         action: `keep` or `offload`.
         tensors: Neutral names, in model order.
         layers: The `layers:` selector; None: all.
+        stack: Where the model has several stacks, the one the rule is about.
         comment: Why.
     """
 
     action: Action
     tensors: tuple[str, ...]
     layers: Mapping[str, Any] | None
+    stack: str | None = None
     comment: str = ""
 
     def render(self, name: str) -> str:
         """One line of YAML, its comment above."""
         match: dict[str, Any] = {"tensor": self.tensors[0] if len(self.tensors) == 1 else list(self.tensors)}
+        if self.stack is not None:
+            match["unit"] = f"{self.stack}.*"
         if self.layers is not None:
-            match["layers"] = dict(self.layers)
+            match["layers"] = {**self.layers, **({"of": self.stack} if self.stack is not None else {})}
         line = f"  - {flow({'name': name, 'action': self.action, 'match': match})}"
         return f"  # {self.comment}\n{line}" if self.comment else line
 
@@ -60,20 +64,40 @@ def flow(value: Any) -> str:
 
 
 def tensor_rules(classes: Sequence[LayerClass], assignment: Assignment) -> tuple[TensorRule, ...]:
-    """The keep and offload rules of one stack; what no rule names is recomputed by the rule after them.
+    """The keep and offload rules; what no rule names is recomputed by the rule after them.
 
     Keeps come first, so an offload rule may reach over layers that a keep rule has already decided.
     """
+    stacks = list(dict.fromkeys(_stack_of(layer_class) for layer_class in classes))
+    if len(stacks) == 1:
+        return _stack_rules(classes, assignment, stack=None)
+    rules: list[TensorRule] = []
+    start = 0
+    for stack in stacks:
+        own = [layer_class for layer_class in classes if _stack_of(layer_class) == stack]
+        count = sum(layer_class.count for layer_class in own)
+        rules += _stack_rules(own, assignment[start : start + count], stack=stack)
+        start += count
+    return tuple(rules)
+
+
+def _stack_of(layer_class: LayerClass) -> str:
+    """`layers` of the class `layers[0:3]`."""
+    return layer_class.name.partition("[")[0]
+
+
+def _stack_rules(classes: Sequence[LayerClass], assignment: Assignment, *, stack: str | None) -> tuple[TensorRule, ...]:
     having, keeps, offloads = _by_tensor(classes, assignment)
+    length = len(assignment)
     drafts: dict[tuple[Action, str], tuple[Mapping[str, Any] | None, list[str]]] = {}
     for tensor, layers in having.items():
         if keeps[tensor]:
-            _draft(drafts, "keep", tensor, pattern(keeps[tensor], layers))
+            _draft(drafts, "keep", tensor, pattern(keeps[tensor], layers, length=length))
         if offloads[tensor]:
-            wide = pattern(offloads[tensor] | keeps[tensor], layers)
-            exact = pattern(offloads[tensor], layers)
+            wide = pattern(offloads[tensor] | keeps[tensor], layers, length=length)
+            exact = pattern(offloads[tensor], layers, length=length)
             _draft(drafts, "offload", tensor, min((wide, exact), key=_complexity))
-    rules = [TensorRule(action, tuple(tensors), layers) for (action, _), (layers, tensors) in drafts.items()]
+    rules = [TensorRule(action, tuple(tensors), layers, stack) for (action, _), (layers, tensors) in drafts.items()]
     return tuple(sorted(rules, key=lambda rule: (rule.action != "keep", _complexity(rule.layers))))
 
 
@@ -104,26 +128,37 @@ def _draft(
     drafts.setdefault((action, repr(layers)), (layers, []))[1].append(tensor)
 
 
-def pattern(wanted: Iterable[int], among: Iterable[int]) -> Mapping[str, Any] | None:
+def pattern(wanted: Iterable[int], among: Iterable[int], *, length: int | None = None) -> Mapping[str, Any] | None:
     """The shortest `layers:` selector for `wanted` layers of a stack where `among` have the tensor; None: no selector.
+
+    Args:
+        wanted: Layers to select.
+        among: Layers that have the tensor: others may be selected too, nothing happens to them.
+        length: Of the stack; left out: up to the last of `among`.
 
     >>> pattern({2, 3}, range(4)), pattern({0, 2}, range(4)), pattern({0, 1, 2, 3}, range(4))
     ({'last': 2}, {'every': 2}, None)
     """
-    wanted, layers = sorted(set(wanted)), sorted(set(among))
-    if wanted == layers:
+    wanted, having = sorted(set(wanted)), set(among)
+    length = max(having) + 1 if length is None else length
+    if set(wanted) == having:
         return None
-    if layers == list(range(len(layers))):
-        if wanted == layers[: len(wanted)]:
-            return {"first": len(wanted)}
-        if wanted == layers[-len(wanted) :]:
-            return {"last": len(wanted)}
-        for stride in range(2, len(layers)):
-            if wanted == layers[wanted[0] :: stride] and wanted[0] < stride and len(wanted) > 1:
-                return {"every": stride, **({"offset": wanted[0]} if wanted[0] else {})}
-    elif wanted == layers[-len(wanted) :]:
-        return {"last": len(wanted)}
+    candidates: list[dict[str, Any]] = [{"first": wanted[-1] + 1}, {"last": length - wanted[0]}]
+    for stride in range(2, length):
+        offset = wanted[0] % stride
+        candidates.append({"every": stride, **({"offset": offset} if offset else {})})
+    for candidate in candidates:
+        if [layer for layer in _selected(candidate, length) if layer in having] == wanted:
+            return candidate
     return {"index": wanted}
+
+
+def _selected(layers: Mapping[str, Any], length: int) -> range:
+    if "first" in layers:
+        return range(layers["first"])
+    if "last" in layers:
+        return range(length - layers["last"], length)
+    return range(layers.get("offset", 0), length, layers["every"])
 
 
 def _complexity(layers: Mapping[str, Any] | None) -> int:

@@ -64,6 +64,8 @@ class Search:
         self.setting = self._with_workload(setting, layout)
         supported = setting.backend.capabilities(layout.backend_options.get(setting.backend.name, {})).supported
         self.may_offload = "offload:activation" in supported
+        if rates.link is None:
+            say("the target's host link rate is not published: nothing is offloaded")
         scanned = any(stack.kind == "scan" for stack in setting.spec.stacks)
         self.max_cuts = wishes.max_cuts if not scanned or "layers:scan" in supported else 0
         self.rounds = 0
