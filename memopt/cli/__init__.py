@@ -17,8 +17,18 @@ COMMANDS = ("validate", "explain", "plan", "tune", "compare", "check", "doctor",
 """In the order of the help text; each is a module of this package with a function of its name."""
 
 _USAGE = frozenset(
-    {"unknown-backend", "unknown-target", "workload-bad-reference", "workload-not-found", "backend-needed"}
+    {
+        "bad-size",
+        "bad-target",
+        "bad-world-size",
+        "target-devices",
+        "unknown-backend",
+        "unknown-target",
+        "workload-bad-reference",
+        "workload-not-found",
+    }
 )
+"""What is wrong with an argument and with no file: exit code 2."""
 
 
 def build_app(names: Sequence[str]) -> typer.Typer:
