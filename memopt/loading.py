@@ -54,11 +54,17 @@ def read_document(source: DocumentSource) -> tuple[Any, Source]:
     """Plain data and where each value is.
 
     Raises:
-        MemoptError: `file-not-found`, `file-unreadable`, and what `yaml_nodes.parse` raises.
+        MemoptError: `not-a-source`, `file-not-found`, `file-unreadable`, and what `yaml_nodes.parse` raises.
     """
     if isinstance(source, Mapping):
         return _plain(source), Source()
+    if not isinstance(source, str | Path):
+        kind = type(source).__qualname__
+        raise MemoptError.of("not-a-source", f"got a `{kind}`; a path, a mapping or the model itself is read")
     file = str(source)
+    if "\n" in file:
+        hint = "a string is always a path; give a mapping, or write the text to a file"
+        raise MemoptError.of("not-a-source", "got a text of several lines", hint=hint)
     try:
         text = Path(source).read_text(encoding="utf-8-sig")
     except FileNotFoundError:

@@ -125,7 +125,7 @@ def _problem(path: Path, fault: Any, model: type[BaseModel], data: Any, place: S
         hint = value_hint(value, allowed) or (f"write `{allowed[0]}`" if len(allowed) == 1 else None)
     elif kind in _TYPES:
         message = f"got {_shown(value)}, which is not {_TYPES[kind]}"
-        hint = hint or _type_hint(kind, value)
+        hint = hint or _type_hint(kind, value, path) or _keys_hint(kind, model, path, data)
     elif kind in _BOUNDS:
         words, key = _BOUNDS[kind]
         message = f"got {_shown(value)}; must be {words} {context[key]:g}"
@@ -135,7 +135,7 @@ def _problem(path: Path, fault: Any, model: type[BaseModel], data: Any, place: S
         hint = "write a number of bytes, or one with a unit: `70GiB` (2^30), `70GB` (10^9), `512MiB`"
     elif kind in ("too_short", "string_too_short"):
         message = "must not be empty"
-        hint = "leave the key out"
+        hint = "write something" if path[-1:] == ("name",) else "leave the key out"
     elif kind == "value_error":
         message = str(context["error"])
     elif kind in _PYDANTIC_ONLY:
@@ -175,7 +175,19 @@ def _literals(expected: str) -> list[str]:
     return [part.strip(" '") for part in expected.replace(" or ", ",").split(",")]
 
 
-def _type_hint(kind: str, value: Any) -> str | None:
+def _keys_hint(kind: str, model: type[BaseModel], path: Path, data: Any) -> str | None:
+    """Where a mapping belongs: its keys."""
+    keys = _keys_at(model, path, data) if _TYPES[kind] == "a mapping" else []
+    return f"its keys are {', '.join(keys)}" if keys else None
+
+
+def _type_hint(kind: str, value: Any, path: Path) -> str | None:
+    if path[-1:] == ("fraction",):
+        return "it is a share between 0 and 1: half is 0.5"
+    if kind == "int_type" and path[:1] == ("mesh",):
+        return "write a number of devices, or -1 for what is left"
+    if kind in ("list_type", "tuple_type") and isinstance(value, str):
+        return f'put it in a list: ["{value}"]'
     if kind == "bool_type" and isinstance(value, str):
         word = value.casefold()
         if word in ("yes", "on", "y", "no", "off", "n", "true", "false"):

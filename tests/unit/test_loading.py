@@ -86,6 +86,34 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     assert error.value.problems[0].hint == "did you mean `policy.yaml`?"
 
 
+@pytest.mark.parametrize("source", [None, 3, ["version"], "version: 1\nrules: []\n"])
+def test_what_is_no_source_is_refused(source) -> None:
+    with pytest.raises(MemoptError) as error:
+        load_policy(source)
+    assert error.value.problems[0].code == "not-a-source"
+
+
+@pytest.mark.parametrize(
+    "line, hint",
+    [
+        ("units: layers.*", 'put it in a list: ["layers.*"]'),
+        ("accumulate: 4", "its keys are steps, reduce"),
+        ("mesh: {fsdp: auto}", "write a number of devices, or -1 for what is left"),
+        ("rules: [{name: a, action: offload, match: {}, fraction: 60%}]", "it is a share between 0 and 1: half is 0.5"),
+        (
+            "rules: [{name: a, action: keep, match: {layers: first}}]",
+            "its keys are first, last, every, offset, index, of",
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_form_is_shown_the_right_one(line: str, hint: str, tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(f"version: 1\n{line}\n")
+    with pytest.raises(MemoptError) as error:
+        load_policy(file)
+    assert [problem.hint for problem in error.value.problems] == [hint]
+
+
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_bytes(b"\xff\xfe\x00version")
