@@ -19,8 +19,9 @@ TensorName = Literal[
 ]  # fmt: skip
 Dtype = Literal["float32", "bfloat16", "float16"]
 DtypeName = Literal[
-    "float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128", "int64",
-    "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
+    "float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "float8_e8m0fnu", "float4_e2m1fn", "complex64", "complex128", "int64", "int32", "int16", "int8", "int4", "int2",
+    "uint64", "uint32", "uint16", "uint8", "uint4", "uint2", "bool",
 ]  # fmt: skip
 
 

@@ -10,18 +10,18 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ..errors import MemoptError
 from ..policy import Policy, Precision
 from ..spec import ModelSpec, TensorSpec
 from ..vocabulary import tensor_name
 from .units import UnitTable, prefixes
 
-ITEM_BYTES: Mapping[str, int] = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "complex64": 8, "complex128": 16, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+ITEM_BITS: Mapping[str, int] = {
+    "float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "complex64": 64, "complex128": 128,
+    "float8_e4m3fn": 8, "float8_e5m2": 8, "float8_e4m3fnuz": 8, "float8_e5m2fnuz": 8, "float8_e8m0fnu": 8,
+    "float4_e2m1fn": 4, "int64": 64, "int32": 32, "int16": 16, "int8": 8, "int4": 4, "int2": 2,
+    "uint64": 64, "uint32": 32, "uint16": 16, "uint8": 8, "uint4": 4, "uint2": 2, "bool": 8,
 }  # fmt: skip
-"""Bytes of one element."""
+"""Bits of one element."""
 
 FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 UNNAMED = "<unnamed>"
@@ -59,21 +59,13 @@ class Entry:
 
     @property
     def global_nbytes(self) -> int | None:
-        """Bytes over the whole mesh, counted once; None where the shape or dtype is unknown."""
-        if self.tensor.shape is None or self.dtype is None:
-            return None
-        return math.prod(self.tensor.shape) * item_bytes(self.dtype, self.path) * self.count
+        """Bytes over the whole mesh, counted once; None where the shape, or the size of the dtype, is unknown."""
+        return None if self.tensor.shape is None else self.nbytes_of(math.prod(self.tensor.shape))
 
-
-def item_bytes(dtype: str, path: str) -> int:
-    """Bytes of one element.
-
-    Raises:
-        MemoptError: `dtype-without-size`.
-    """
-    if dtype not in ITEM_BYTES:
-        raise MemoptError.of("dtype-without-size", f"dtype `{dtype}` has no known size", path=path)
-    return ITEM_BYTES[dtype]
+    def nbytes_of(self, num_elements: int) -> int | None:
+        """Bytes of so many of its elements; None for a dtype of unknown size, as of a random-number key."""
+        bits = ITEM_BITS.get(self.dtype or "")
+        return None if bits is None else math.ceil(num_elements * bits / 8) * self.count
 
 
 def make_entries(policy: Policy, spec: ModelSpec, units: UnitTable) -> tuple[Entry, ...]:

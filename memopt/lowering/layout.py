@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .entries import Entry, item_bytes
+from .entries import Entry
 
 FLAT = -1
 """In a layout: the axis splits the backend's flat unit, not a dimension of the tensor."""
@@ -107,12 +107,11 @@ def _taken(layout: Mapping[str, int], dimension: int, sizes: Mapping[str, int]) 
 
 def device_nbytes(entry: Entry, layout: Mapping[str, int], sizes: Mapping[str, int]) -> int | None:
     """Bytes on the fullest device: each split dimension rounded up, the flat unit's share rounded up to an element."""
-    shape, dtype = entry.tensor.shape, entry.dtype
-    if shape is None or dtype is None:
+    shape = entry.tensor.shape
+    if shape is None:
         return None
     local = [math.ceil(size / _taken(layout, d, sizes)) for d, size in enumerate(shape)]
-    elements = math.ceil(math.prod(local) / _taken(layout, FLAT, sizes))
-    return elements * item_bytes(dtype, entry.path) * entry.count
+    return entry.nbytes_of(math.ceil(math.prod(local) / _taken(layout, FLAT, sizes)))
 
 
 def is_within(inner: Mapping[str, int], outer: Mapping[str, int]) -> bool:

@@ -128,7 +128,7 @@ class _Builder:
 
     def _activation(self, entry: Entry, rule: Rule | None, rules: Mapping[str, str], n: int) -> PlanRow:
         residual = cast(Residual, residual_of(rule))
-        layout = dict(entry.tensor.sharding)
+        layout = self._existing(entry)
         nbytes = device_nbytes(entry, layout, self._mesh)
         if nbytes is not None:
             nbytes = math.ceil(nbytes / self._data_devices)
@@ -136,8 +136,11 @@ class _Builder:
         common = self._common(n, entry, rules)
         return replace(common, nbytes=nbytes, layout=layout, memory_kind=kind, residual=residual)
 
+    def _existing(self, entry: Entry) -> dict[str, int]:
+        return {axis: dimension for axis, dimension in entry.tensor.sharding.items() if axis in self._mesh}
+
     def _layout(self, n: int, entry: Entry, won: Mapping[str, int], rules: dict[str, str]) -> Mapping[str, int]:
-        existing = {axis: dimension for axis, dimension in entry.tensor.sharding.items() if axis in self._mesh}
+        existing = self._existing(entry)
         rule = self._rule(won.get(LAYOUT))
         derived = entry.role in ("grad", "optimizer_state")
         if isinstance(rule, ShardRule):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from memopt import MemoptError, make_plan
+from memopt.lowering.entries import ITEM_BITS
 from memopt.lowering.layout import split
+from memopt.rules import DtypeName
 from memopt.spec import TensorSpec
 
 
@@ -188,6 +191,16 @@ def test_gradients_cannot_be_both_split_by_rule_and_kept_whole(rules, llama_spec
     assert codes(error) == ["layout-conflict"]
 
 
+@pytest.mark.parametrize("dtype, nbytes", [("int4", 8), ("float8_e4m3fn", 16), ("complex64", 128), ("key<fry>", None)])
+def test_bytes_follow_the_dtype_and_are_unknown_where_it_has_no_size(
+    rules, llama_spec, fake_backend, dtype, nbytes
+) -> None:
+    spec = llama_spec()
+    state = TensorSpec("state", "buffer", (16,), dtype)
+    plan = make_plan(rules(), replace(spec, tensors=(*spec.tensors, state)), backend=fake_backend())
+    assert plan.row("state", "buffer").nbytes == nbytes
+
+
 def test_precision_sets_master_and_state_and_leaves_frozen_weights(rules, llama_spec, fake_backend) -> None:
     spec = llama_spec()
     tensors = tuple(
@@ -203,3 +216,7 @@ def test_precision_sets_master_and_state_and_leaves_frozen_weights(rules, llama_
     assert plan.row("lm_head.weight", "grad").dtype == "float32"
     assert plan.row("lm_head.weight", "optimizer_state").dtype == "bfloat16"
     assert plan.row("rotary_emb.inv_freq", "buffer").dtype == "float32"
+
+
+def test_every_dtype_a_policy_can_name_has_a_size() -> None:
+    assert set(get_args(DtypeName)) == set(ITEM_BITS)
