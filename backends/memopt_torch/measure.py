@@ -169,8 +169,11 @@ class StepMeter(TorchDispatchMode):
         yield from plain_tensors(list(self.model.buffers()))
 
     def _see_start(self) -> None:
-        for tensor in self._model_tensors():
-            self._see(tensor, role="param")
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            self.ledger.module = name
+            for plain in plain_tensors(tensor):
+                self._see(plain, role="param")
+        self.ledger.module = ""
         for tensor, role in self._engine_buffers():
             self._see(tensor, role=role)
         self._see_gradients()

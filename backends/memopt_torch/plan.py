@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from memopt.estimate import LiveTensor, Measured
+from memopt.matching import canonical
 from memopt.plan import Plan
 from memopt.spec import ModelSpec
 
 from .inventory import names_of
 from .ledger import ROLES
-from .trace import Amounts, Label, LayerCut, Traced, fake_world, trace_step
+from .trace import Amounts, Label, LayerCut, Traced, trace_step
 from .workloads import build
 
 _MAX_PERIOD = 4
@@ -118,7 +119,7 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 def _runs(workload: Any, plan: Plan, spec: ModelSpec) -> list[Run]:
-    with fake_world(1), torch.device("cpu"):
+    with torch.device("meta"):
         model = workload.model()
         modules = names_of(model).modules
         runs: list[Run] = []
@@ -260,14 +261,39 @@ def estimate(
         recompute_flops=fit.amounts.recomputed_flops,
         memory_timeline=tuple((phase, live) for live, phase in result.timeline),
         largest=tuple(
-            LiveTensor(path=module or origin, role=role, nbytes=nbytes)
+            LiveTensor(path=_place(module, origin), role=role, nbytes=nbytes, unit=_unit_of(canonical(module), plan))
             for nbytes, role, _, origin, module in result.peak.largest
         ),
+        by_unit=_by_unit(result.peak.by_module, plan) if fit.is_whole else {},
         peak_event=_told(fit.peak, fit.origins[fit.peak], plan, spec),
         notes=(fit.note, "live tensor bytes of the second step"),
         left_out=_LEFT_OUT,
         versions=_versions(),
     )
+
+
+def _place(module: str, origin: str) -> str:
+    """A parameter's path, or the module a value was made in and the operator that made it."""
+    path = canonical(module)
+    return path if not origin else f"{path} ({origin})" if path else origin
+
+
+def _unit_of(path: str, plan: Plan) -> str | None:
+    """The unit a path lies in."""
+    for unit in plan.units:
+        if any(path == member or path.startswith(f"{member}.") for member in unit.members):
+            return unit.name
+    return None
+
+
+def _by_unit(by_module: Mapping[str, int], plan: Plan) -> dict[str, int]:
+    """Bytes at the peak by unit, of what was made while a unit's modules ran, and its parameters."""
+    found: dict[str, int] = {}
+    for module, nbytes in by_module.items():
+        unit = _unit_of(canonical(module), plan)
+        if unit is not None:
+            found[unit] = found.get(unit, 0) + nbytes
+    return found
 
 
 def _told(label: Label, origin: str, plan: Plan, spec: ModelSpec) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map
 
 from memopt.spec import ModelSpec
@@ -34,7 +34,9 @@ def shapes_of(build: Callable[[], nn.Module], run: Callable[[nn.Module, Any], An
     found: dict[str, Shape] = {}
     # A model that reads values stops there: the shapes seen until then hold, the others stay unknown.
     with mode, fake_gaps(), _stops_where_fakes_end():
-        model = _all_fake(build())
+        with unset_fake_temporarily(), torch.device("meta"):  # builders may convert and copy there
+            built = build()
+        model = _all_fake(built)
         fake = tree_map(lambda leaf: _fake(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
         handles = [_watch(module, path, found) for path, module in names_of(model).modules.items() if path]
         with torch.no_grad():

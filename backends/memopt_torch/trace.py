@@ -245,8 +245,24 @@ def _stack_layers(spec: ModelSpec, path: str) -> range:
 
 
 def _fake_model(workload: Any) -> nn.Module:
-    with torch.device("cpu"):
-        return workload.model()
+    """The workload's model on fake CPU tensors; built on the meta device, where builders may convert and copy."""
+    with fake_tensor.unset_fake_temporarily(), torch.device("meta"):
+        model = workload.model()
+    made: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            data = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(data, requires_grad=tensor.requires_grad) if is_parameter else data
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers, vars(module)):
+            for name, value in list(held.items()):
+                if isinstance(value, torch.Tensor):
+                    held[name] = fake(value)
+    return model
 
 
 def _fake_batch(batch: Any) -> Any:
@@ -275,7 +291,7 @@ def _two_steps(
     optimizer = applied.optimizer(workload.optimizer)
     batch = _fake_batch(workload.batch)
     laps: list[Amounts] = []
-    meter = StepMeter(model, (optimizer,), engine=applied.engine, batch=batch)
+    meter = StepMeter(model, (optimizer,), engine=applied.engine, batch=batch, track_modules=True)
 
     def step(lap: Callable[[], None]) -> None:
         for _ in range(num_micro):

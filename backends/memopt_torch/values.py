@@ -437,7 +437,7 @@ class Naming:
             return
         path, kind = self._stack[-1], op_kind(func)
         if kind == "attention":
-            self._attention(path, args[0], args[1], out)
+            self._attention(path, args, out)
         elif kind == "matmul" and func._overloadpacket.__name__ in ("bmm", "baddbmm"):
             turn = self._num_products.get(path, 0)
             self._num_products[path] = turn + 1
@@ -449,9 +449,9 @@ class Naming:
         elif kind == "topk":
             self._recording.name(f"{path}.topk", out)
 
-    def _attention(self, path: str, query: Any, key: Any, out: Any) -> None:
-        self._recording.name(f"{path}.q", query)
-        self._recording.name(f"{path}.k", key)
+    def _attention(self, path: str, args: tuple[Any, ...], out: Any) -> None:
+        for name, value in zip(("q", "k", "v"), args):
+            self._recording.name(f"{path}.{name}", value)
         leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         self._recording.name(f"{path}.attn_out", leaves[0])
         for leaf in leaves[1:]:
