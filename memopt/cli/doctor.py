@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..quantities import format_bytes
+
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON on stdout.")] = False,
@@ -26,7 +28,13 @@ def _lines(value: Any, depth: int) -> Iterator[str]:
     """Nested data as indented `key: value` lines."""
     indent = "  " * depth
     for key, entry in value.items():
-        if isinstance(entry, dict) and entry:
+        if entry in ([], {}, (), ""):
+            continue
+        if isinstance(entry, dict) and entry.get("ok") is True and not any(v for k, v in entry.items() if k != "ok"):
+            yield f"{indent}{key}: ok"
+        elif key.endswith("_bytes") and isinstance(entry, int):
+            yield f"{indent}{key.removesuffix('_bytes')}: {format_bytes(entry)}"
+        elif isinstance(entry, dict) and entry:
             yield f"{indent}{key}:"
             yield from _lines(entry, depth + 1)
         elif isinstance(entry, list | tuple) and entry and isinstance(entry[0], dict):
