@@ -35,7 +35,7 @@ class AppliedBase:
     def __init__(self, plan: Plan, spec: ModelSpec, mesh: Any) -> None:
         self.plan = plan
         self.spec = spec
-        refuse_precision(plan)
+        refuse_precision(plan, spec)
         existing: Mapping[str, Mapping[str, int]] = {
             tensor.path: tensor.sharding for tensor in spec.tensors if tensor.sharding
         }
@@ -119,7 +119,7 @@ def require_ok(check: Check) -> None:
     )
 
 
-def refuse_precision(plan: Plan) -> None:
+def refuse_precision(plan: Plan, spec: ModelSpec) -> None:
     """Dtypes that this backend cannot give are refused, not approximated.
 
     Raises:
@@ -129,6 +129,18 @@ def refuse_precision(plan: Plan) -> None:
     if not precision:
         return
     compute, master = precision["compute"], precision["master"]
+    other = [
+        tensor.path
+        for tensor in spec.tensors_of("param")
+        if tensor.trainable and tensor.dtype in ("float32", "bfloat16", "float16") and tensor.dtype != master
+    ]
+    if other:
+        raise MemoptError.of(
+            "precision-unsupported",
+            f"master: {master}, and {len(other)} parameters are held in another dtype, `{other[0]}` first",
+            hint=f"build the model with {master} parameters; the policy casts them for use, not at rest",
+            path="precision.master",
+        )
     if precision["optimizer_state"] != master:
         raise MemoptError.of(
             "precision-unsupported",

@@ -46,7 +46,7 @@ def apply(
     if isinstance(model, nnx.Module):
         from .nnx_applied import NnxApplied
 
-        return NnxApplied(model, plan, spec, mesh=mesh, optimizer=optimizer)
+        return NnxApplied(model, plan, spec, mesh=mesh, optimizer=optimizer, example_inputs=example_inputs)
     if not isinstance(model, linen.Module):
         from .function_apply import FunctionApplied
 

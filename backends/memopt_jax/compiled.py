@@ -14,7 +14,7 @@ import jax
 from memopt.errors import MemoptError, Problem
 from memopt.plan import Plan
 
-from . import compiler_options, offset_audit
+from . import compiler_options, offset_audit, preflight
 from .measure import StepFigures, step_figures
 from .shardings import Layouts, place
 from .treatments import Treatments
@@ -32,6 +32,7 @@ class Executable:
         jaxpr: Its program.
         host_bytes: Bytes of offloaded residuals on one device, counted on the program.
         worked_around: Whether a faulty compiler's recording was switched off: the gradients must be checked first.
+        is_checked: Whether they were.
         times_s: Wall time of each call.
     """
 
@@ -39,6 +40,7 @@ class Executable:
     jaxpr: Any
     host_bytes: int
     worked_around: bool = False
+    is_checked: bool = False
     times_s: list[float] = field(default_factory=list)
 
 
@@ -52,11 +54,22 @@ class CompiledStep:
         plan: Plan,
         layouts: Layouts,
         treatments: Treatments,
+        offloads: bool,
+        check: Callable[[Any], None],
     ) -> None:
+        """Args:
+        fn: The step, pure.
+        plan, layouts, treatments: Of the policy.
+        offloads: Whether anything, state included, rests on the host.
+        check: Raises unless the gradients of a batch are right; run before the first step of an executable that was
+            compiled around a compiler's fault.
+        """
         self._fn = fn
         self._plan = plan
         self._layouts = layouts
         self._treatments = treatments
+        self._check = check
+        self._offloads = offloads
         self._executables: dict[Any, Executable] = {}
         self.last: Executable | None = None
 
@@ -64,6 +77,9 @@ class CompiledStep:
         """Run one step; compiles at the first call with arguments of these shapes."""
         batch = self.place_batch(batch)
         executable = self.executable(first, second, batch)
+        if executable.worked_around and not executable.is_checked:
+            self._check(batch)
+            executable.is_checked = True
         started_s = time.perf_counter()
         result = executable.compiled(first, second, batch)
         jax.block_until_ready(result)
@@ -100,6 +116,11 @@ class CompiledStep:
         host_bytes = offloaded_bytes(traced.jaxpr.jaxpr) // self._layouts.num_data
         return Executable(compiled, traced.jaxpr, host_bytes, worked_around)
 
+    def run_as_compiled(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Run another function as the step is run: the same compiler options, audit and workaround; nothing donated."""
+        compiled, _ = self._compile(jax.jit(fn).trace(*args))
+        return compiled(*args)
+
     def _compile(self, traced: Any) -> tuple[Any, bool]:
         """The executable, and whether it was compiled around the fault of a GPU compiler that the audit found.
 
@@ -108,10 +129,17 @@ class CompiledStep:
         """
         device = self._layouts.device
         requested: Mapping[str, Any] = self._plan.options.get("compiler_options", {})
-        options = compiler_options.options_for(
-            device.platform, requested=requested, offloads=bool(self._treatments.offloaded)
-        )
+        options = compiler_options.options_for(device.platform, requested=requested, offloads=self._offloads)
         compiled = self._built(traced, options, device.platform)
+        memory = compiled.memory_analysis()
+        preflight.require_host_memory(
+            memory.host_argument_size_in_bytes
+            + memory.host_output_size_in_bytes
+            - memory.host_alias_size_in_bytes
+            + memory.host_temp_size_in_bytes,
+            num_local_devices=jax.local_device_count(),
+            platform=device.platform,
+        )
         if device.platform not in ("gpu", "cuda"):
             return compiled, False
         if offset_audit.audit(compiled.as_text(), compiler_options=options).verdict in ("right", "not_applicable"):
@@ -120,7 +148,7 @@ class CompiledStep:
         again = self._built(traced, around, device.platform)
         result = offset_audit.audit(again.as_text(), compiler_options=around)
         offset_audit.require_right(result)
-        return again, result.verdict == "worked_around"
+        return again, True
 
     def _built(self, traced: Any, options: Mapping[str, Any], platform: str) -> Any:
         try:
@@ -187,9 +215,7 @@ def verify_program(jaxpr: Any, treatments: Treatments) -> None:
     Raises:
         MemoptError: `user-remat-around-unit`, `offload-without-effect`.
     """
-    enclosed = _enclosed_regions(jaxpr)
-    if enclosed:
-        raise user_remat_problem(sorted(enclosed)[0])
+    verify_no_user_remat(jaxpr)
     planned = sum(treatments.offloaded.values())
     if treatments.offloaded and offloaded_bytes(jaxpr) == 0:
         names = sorted(treatments.offloaded)
@@ -199,6 +225,32 @@ def verify_program(jaxpr: Any, treatments: Treatments) -> None:
             hint="the step must differentiate the model the policy was applied to, called through its `__call__`",
             path=names[0],
         )
+
+
+def verify_no_user_remat(jaxpr: Any) -> None:
+    """No unit is recomputed by the model as well.
+
+    Raises:
+        MemoptError: `user-remat-around-unit`.
+    """
+    twice = _enclosed_regions(jaxpr) | _filled_regions(jaxpr)
+    if twice:
+        raise user_remat_problem(sorted(twice)[0])
+
+
+def _filled_regions(jaxpr: Any) -> set[str]:
+    """Units whose body is one checkpoint of the user's: all its matrix products lie in there."""
+    found: set[str] = set()
+    for eqn in equations(jaxpr):
+        if not is_region(eqn) or eqn.params["differentiated"]:
+            continue
+        inside = [e for nested in inner_jaxprs(eqn) for e in equations(nested)]
+        products = sum(e.primitive.name == "dot_general" for e in inside)
+        for inner in (e for e in inside if is_checkpoint(e) and not is_region(e)):
+            own = [e for nested in inner_jaxprs(inner) for e in equations(nested)]
+            if products > 1 and sum(e.primitive.name == "dot_general" for e in own) == products:
+                found.add(eqn.params["policy"].unit)
+    return found
 
 
 def user_remat_problem(unit: str) -> MemoptError:

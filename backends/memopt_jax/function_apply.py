@@ -41,6 +41,13 @@ class FunctionApplied(TreeApplied):
 
     def __init__(self, fn: Callable[..., Any], plan: Plan, spec: ModelSpec, *, mesh: Any, optimizer: Any) -> None:
         super().__init__(plan, spec, mesh=mesh)
+        if plan.precision and plan.precision["compute"] != plan.precision["master"]:
+            raise MemoptError.of(
+                "precision-unsupported",
+                "a plain function decides itself in which dtype it computes",
+                hint="cast in the function, and leave `precision` out",
+                path="precision.compute",
+            )
         if optimizer is not None:
             raise MemoptError.of(
                 "not-an-optimizer",

@@ -57,6 +57,7 @@ class LinenApplied(TreeApplied):
             regions=treatments.regions,
             batched=treatments.batched,
             constrain=self.layouts.constrain_batch,
+            compute=treatments.compute,
         )
 
     @property

@@ -17,6 +17,7 @@ import jax
 
 from . import naming
 from .remat import Region, Static
+from .weights import cast_floating
 
 _OPEN: ContextVar[tuple[str, ...]] = ContextVar("memopt_open_units", default=())
 """Raw paths of the units whose regions are being traced: a lifted body calls its module's `__call__` again."""
@@ -31,6 +32,7 @@ class LinenConfig:
         active: Paths to mark; None marks all (when recording).
         regions: Canonical path of a unit -> its region.
         batched: Canonical paths of modules whose outputs are constrained.
+        compute: Dtype the floating inputs of the model and of units are cast to.
         constrain: Keeps the batch split over the mesh in those.
         on_call: Told each module and its raw path, when recording.
     """
@@ -40,6 +42,7 @@ class LinenConfig:
     regions: Mapping[str, Region]
     batched: frozenset[str] = frozenset()
     constrain: Callable[[Any], Any] | None = None
+    compute: str | None = None
     on_call: Callable[[str, nn.Module], None] | None = None
 
 
@@ -62,6 +65,9 @@ def interceptor(config: LinenConfig) -> Callable[..., Any]:
         region = config.regions.get(path)
         if region is not None and raw not in _OPEN.get():
             return _lifted(module, args, kwargs, region, raw)
+        kwargs = naming.in_signature_order(type(module).__call__, kwargs)
+        if not raw or region is not None:
+            args, kwargs = cast_floating((args, kwargs), config.compute)
         args, kwargs = naming.mark_inputs(args, kwargs, path, active=config.active)
         with naming.scope(path) if config.active is None else contextlib.nullcontext():
             outputs = next_call(*args, **kwargs)

@@ -7,6 +7,7 @@ of scanned stacks hold `*` where the layer's index would be, because one traced 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from typing import Any
 
@@ -84,6 +85,18 @@ def mark_outputs(tree: Any, path: str, *, active: frozenset[str] | None) -> Any:
     return structure.unflatten([_mark(leaf, f"{path}[{index}]", active) for index, leaf in enumerate(leaves)])
 
 
+def in_signature_order(call: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments in the order of the signature they go to; those it does not name come last.
+
+    >>> list(in_signature_order(lambda self, x, mask=None: x, {"mask": 1, "x": 2}))
+    ['x', 'mask']
+    """
+    if len(kwargs) < 2:
+        return kwargs
+    order = {name: place for place, name in enumerate(inspect.signature(call).parameters)}
+    return dict(sorted(kwargs.items(), key=lambda item: order.get(item[0], len(order))))
+
+
 def mark_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], path: str, *, active: frozenset[str] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -91,17 +104,23 @@ def mark_inputs(
 
     Args:
         args: Positional arguments, in signature order.
-        kwargs: Keyword arguments, in the order given.
+        kwargs: Keyword arguments, in signature order too.
         path: The module's path.
         active: The paths to mark; None marks all.
     """
-    leaves, structure = jax.tree.flatten((args, kwargs))
     seen = 0
-    for index, leaf in enumerate(leaves):
-        if is_array(leaf):
-            leaves[index] = _mark(leaf, f"{path}.input" if seen == 0 else f"{path}.input[{seen}]", active)
-            seen += 1
-    return structure.unflatten(leaves)
+
+    def mark(leaf: Any) -> Any:
+        nonlocal seen
+        if not is_array(leaf):
+            return leaf
+        name = f"{path}.input" if seen == 0 else f"{path}.input[{seen}]"
+        seen += 1
+        return _mark(leaf, name, active)
+
+    marked = jax.tree.map(mark, args)
+    # JAX flattens a dict by its sorted keys, which is not the order of the signature.
+    return marked, {name: jax.tree.map(mark, value) for name, value in kwargs.items()}
 
 
 def _mark(value: Any, path: str, active: frozenset[str] | None) -> Any:

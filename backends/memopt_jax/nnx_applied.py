@@ -15,9 +15,9 @@ from memopt.plan import Plan
 from memopt.spec import ModelSpec
 
 from . import checkpoint, nnx_apply
-from .applied import AppliedBase
+from .applied import AppliedBase, require_ok
 from .checking import Gradients, compare
-from .compiled import CompiledStep
+from .compiled import CompiledStep, verify_no_user_remat
 from .nnx_optimizer import PlacedOptimizer
 from .optimizer import leaf_path, transformation_of
 from .remat import Static
@@ -29,17 +29,28 @@ StepFunction = Callable[[Any, Any, Any], Any]
 class NnxApplied(AppliedBase):
     """A `flax.nnx` model under a policy; `.model` is the object that was passed, changed in place."""
 
-    def __init__(self, model: nnx.Module, plan: Plan, spec: ModelSpec, *, mesh: Any, optimizer: Any) -> None:
+    def __init__(
+        self, model: nnx.Module, plan: Plan, spec: ModelSpec, *, mesh: Any, optimizer: Any, example_inputs: Any
+    ) -> None:
         super().__init__(plan, spec, mesh)
         self.model = model
         shardings = nnx_apply.parameter_shardings(model, plan, spec, self.layouts)
         nnx_apply.configure_model(model, spec, self.treatments, self.layouts)
         nnx_apply.place_parameters(model, shardings)
+        self._verify(nnx_apply.caller(example_inputs))
         self._step: CompiledStep | None = None
         self._step_fn: StepFunction | None = None
         self._optimizer: nnx.Optimizer | None = None
         if optimizer is not None:
             self._repoint(optimizer)
+
+    def _verify(self, call: Callable[[Any], Any] | None) -> None:
+        """Trace one call: what the model does beside the policy is refused before anything runs."""
+        if call is None or not any(region.policy is not None for region in self.treatments.regions.values()):
+            return
+        graph, state = nnx.split(self.model)
+        traced = jax.make_jaxpr(lambda state: Static.split(call(nnx.merge(graph, state)))[0])(state)
+        verify_no_user_remat(traced.jaxpr)
 
     def _repoint(self, optimizer: Any) -> None:
         """Place the state of an optimizer made before the policy, keeping its values."""
@@ -82,7 +93,14 @@ class NnxApplied(AppliedBase):
             _, *states = nnx.split((model, optimizer), *_filters(optimizer))
             return states[0], states[1], aux
 
-        compiled = CompiledStep(pure, plan=self.plan, layouts=self.layouts, treatments=self.treatments)
+        compiled = CompiledStep(
+            pure,
+            plan=self.plan,
+            layouts=self.layouts,
+            treatments=self.treatments,
+            offloads=self.placement.offloads_any or bool(self.treatments.offloaded),
+            check=lambda batch: require_ok(self.check(batch)),
+        )
         self._step = compiled
 
         def run(model: Any, optimizer: Any, batch: Any) -> Any:
@@ -149,7 +167,8 @@ class NnxApplied(AppliedBase):
             aux = fn(model, tap, batch)
             return Static.split(aux)[0], tap.taken()
 
-        aux, gradients = jax.jit(pure)(state, batch)
+        run = self._step.run_as_compiled if reference is None and self._step is not None else _plainly
+        aux, gradients = run(pure, state, batch)
         paths, _ = jax.tree_util.tree_flatten_with_path(gradients)
         named = {".".join(str(getattr(k, "key", k)) for k in path): jax.device_get(leaf) for path, leaf in paths}
         return Gradients([jax.device_get(leaf) for leaf in aux], named)
@@ -214,6 +233,10 @@ class NnxApplied(AppliedBase):
 
     def _step_time_s(self) -> float | None:
         return None if self._step is None else self._step.step_time_s
+
+
+def _plainly(fn: Callable[..., Any], *args: Any) -> Any:
+    return jax.jit(fn)(*args)
 
 
 def _name(path: Any) -> str:

@@ -28,9 +28,10 @@ def configure_model(model: Any, spec: ModelSpec, treatments: Treatments, layouts
             active=_own(label, treatments.active),
             region=treatments.regions.get(label),
             constrain=layouts.constrain_batch if label in treatments.batched else None,
+            compute=treatments.compute if not raw or label in treatments.regions else None,
             root=with_cut_scans if not raw and treatments.cut else None,
         )
-        if config.active or config.region or config.constrain or config.root:
+        if config.active or config.region or config.constrain or config.root or config.compute:
             configure(module, config)
 
 

@@ -19,7 +19,7 @@ from memopt.errors import MemoptError
 
 from . import naming
 from .remat import Region, run_region
-from .weights import WeightPlan
+from .weights import WeightPlan, cast_floating
 
 _MARKER = "_memopt_config"
 
@@ -32,6 +32,7 @@ class ModuleConfig:
         path: Canonical path; `*` for the index of a scanned stack.
         active: Paths to mark among its inputs and outputs; None marks all (when recording).
         region: Given for units, and for modules whose own weights are fetched or cast.
+        compute: Dtype its floating inputs are cast to, as its weights are; None leaves them.
         constrain: Applied to its outputs: keeps the batch split over the mesh.
         root: Wraps the whole call of the model (cutting scans); given for the root alone.
     """
@@ -39,6 +40,7 @@ class ModuleConfig:
     path: str
     active: frozenset[str] | None
     region: Region | None = None
+    compute: str | None = None
     constrain: Callable[[Any], Any] | None = None
     root: Callable[[Callable[[Any], Any], Any], Any] | None = None
 
@@ -87,6 +89,7 @@ def _subclass(cls: type, config: ModuleConfig) -> type:
 
     @functools.wraps(call)
     def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast_floating((args, naming.in_signature_order(call, kwargs)), config.compute)
         args, kwargs = naming.mark_inputs(args, kwargs, config.path, active=config.active)
         recording = config.active is None
         name = config.path.rpartition(".")[2] or plain_class(cls).__name__

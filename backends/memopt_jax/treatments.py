@@ -25,6 +25,7 @@ class Treatments:
         active: Paths whose values are marked.
         batched: Module paths whose outputs keep the batch split over the mesh.
         cut: Whether a scanned stack's layers are treated differently.
+        compute: Dtype the weights and the floating inputs of units, and of the model, are cast to.
         offloaded: Path (indexed) -> planned host bytes of one device.
     """
 
@@ -33,6 +34,7 @@ class Treatments:
     batched: frozenset[str]
     cut: bool
     offloaded: Mapping[str, int]
+    compute: str | None = None
 
 
 class Template:
@@ -105,6 +107,7 @@ def treatments_of(plan: Plan, spec: ModelSpec, layouts: Layouts) -> Treatments:
         offloaded={
             row.path: row.nbytes or 0 for row in plan.rows if row.role == "activation" and row.residual == "offload"
         },
+        compute=plan.precision.get("compute"),
     )
 
 

@@ -15,7 +15,7 @@ from memopt.plan import Plan
 from memopt.spec import ModelSpec
 
 from . import checkpoint
-from .applied import AppliedBase
+from .applied import AppliedBase, require_ok
 from .checking import Gradients, compare
 from .compiled import CompiledStep
 from .naming import is_traced
@@ -116,10 +116,23 @@ class TreeApplied(AppliedBase):
     def step(self, fn: StepFunction) -> StepFunction:
         """`fn(params, opt_state, batch) -> (params, opt_state, aux)` compiled with donation of the first two."""
         self._step_fn = fn
-        compiled = CompiledStep(fn, plan=self.plan, layouts=self.layouts, treatments=self.treatments)
+        compiled = CompiledStep(
+            fn,
+            plan=self.plan,
+            layouts=self.layouts,
+            treatments=self.treatments,
+            offloads=self.placement.offloads_any or bool(self.treatments.offloaded),
+            check=lambda batch: require_ok(self.check(batch)),
+        )
         self._step = compiled
 
         def run(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
+            if self._optimizer is None and self.placement.offloads_any:
+                raise MemoptError.of(
+                    "optimizer-not-placed",
+                    "optimizer state or parameters rest on the host, and no optimizer was made with run.optimizer",
+                    hint="optimizer = run.optimizer(tx), and optimizer.update_and_apply(...) in the step",
+                )
             params = self.place_params(params)
             opt_state = place(opt_state, self.placement.state_shardings(opt_state))
             self._last = (params, opt_state)
@@ -179,7 +192,10 @@ class TreeApplied(AppliedBase):
 
         self._reference = reference
         try:
-            aux, gradients = jax.jit(pure)(*state, batch)
+            if reference is None and self._step is not None:
+                aux, gradients = self._step.run_as_compiled(pure, *state, batch)
+            else:
+                aux, gradients = jax.jit(pure)(*state, batch)
         finally:
             self._reference = None
         paths, _ = jax.tree_util.tree_flatten_with_path(gradients)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 GATHERED = "memopt.gathered"
@@ -45,6 +46,18 @@ class WeightPlan:
         if self.used is not None:
             value = _gather(value, self.used, self.rests)
         return checkpoint_name(value, GATHERED)
+
+
+def cast_floating(tree: Any, dtype: str | None) -> Any:
+    """Floating arrays of a call's arguments in the compute dtype; everything else as it is."""
+    if dtype is None:
+        return tree
+
+    def cast(leaf: Any) -> Any:
+        is_floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jnp.asarray(leaf).astype(dtype) if is_floating else leaf
+
+    return jax.tree.map(cast, tree)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
