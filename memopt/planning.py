@@ -173,9 +173,12 @@ class PlanResult:
 
     @property
     def band_bytes(self) -> tuple[int, int]:
-        """Live bytes, and live bytes plus the reserve: what an allocator may report lies between."""
+        """Live bytes, and live bytes plus the reserve: what an allocator may report lies between.
+
+        What JAX leaves outside its preallocated share is no part of it: the allocator's own figures never contain it.
+        """
         peak = self.measured.peak_bytes
-        return peak, peak + sum(size for _, size, _ in self.capacity.reserve)
+        return peak, peak + sum(size for what, size, _ in self.capacity.reserve if not what.startswith("outside"))
 
 
 @dataclass(frozen=True, slots=True)

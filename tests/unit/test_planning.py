@@ -165,6 +165,12 @@ def test_the_band_goes_from_live_bytes_to_live_bytes_and_reserve(setting):
     assert high - low == sum(size for _, size, _ in setting.target.reserve("sized"))
 
 
+def test_what_jax_does_not_preallocate_is_no_part_of_the_band(sized_backend):
+    setting = prepare(workload=WORKLOAD, backend=sized_backend(name="jax"), target="gpu:h100:8")
+    low, high = plan_policy(POLICIES[3], setting).band_bytes
+    assert low == high
+
+
 def test_the_table_shows_every_role_the_verdicts_and_what_to_do(setting):
     from rich.console import Console
 
