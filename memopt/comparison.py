@@ -15,6 +15,7 @@ import numpy as np
 from .backend import load_backend
 from .comparing.environment import environment_facts
 from .comparing.jobs import Job, Outcome, run_job
+from .comparing.planned import planned_peaks
 from .comparing.rows import PLAIN, Entry, Row, make_rows
 from .comparing.run import RunConfig, load_run
 from .data import BYTE_VOCABULARY, byte_batches, default_text, text_files
@@ -89,6 +90,7 @@ def compare(
     *,
     out: str | Path | None = None,
     steps: int | None = None,
+    plan: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
     """Runs every policy on every backend, each in processes of its own, and writes `results.json` and `index.html`.
@@ -101,13 +103,14 @@ def compare(
         run: RUN.yaml, or a mapping of its keys.
         out: Folder for the files; nothing is written when left out.
         steps: Overrides the run's number of steps.
+        plan: Also plan every row, for `peak_planned_bytes`; as `plan: true` in the run.
         progress: Is told what happens.
 
     Raises:
         MemoptError: Everything wrong with the run, its policies and its workload. A policy that a backend refuses, a
             missing extra and a crash are rows with a reason instead.
     """
-    config = load_run(run, steps=steps)
+    config = load_run(run, steps=steps, plan=plan)
     policies = _policies(config)
     with tempfile.TemporaryDirectory(prefix="memopt-compare-") as scratch:
         session = _Session.prepare(config, Path(scratch), progress)
@@ -115,8 +118,10 @@ def compare(
         entries: list[Entry] = []
         try:
             for backend in config.backends:
+                planned = session.planned(backend, policies) if config.plan else {}
                 for name, policy in policies.items():
-                    entries.append(session.run(backend, name, policy))
+                    entry = session.run(backend, name, policy)
+                    entries.append(replace(entry, peak_planned_bytes=planned.get(policy.path)))
                     comparison = replace(comparison, rows=make_rows(entries, tolerance=config.tolerance))
                     if progress is not None:
                         progress.row_finished(comparison.rows[-1])
@@ -207,6 +212,21 @@ class _Session:
             elapsed_s=time.monotonic() - started_s,
             tokens_per_step=self.tokens_per_step,
             changes_precision=policy.changes_precision,
+        )
+
+    def planned(self, backend: str, policies: Mapping[str, _NamedPolicy]) -> dict[str | None, int]:
+        """Planned peaks by policy file; a plain run without a file has none."""
+        if self.progress is not None:
+            self.progress.row_started(backend, "planning")
+        files = [policy.path for policy in policies.values() if policy.path is not None]
+        return dict(
+            planned_peaks(
+                files,
+                workload=self.config.workload,
+                backend=backend,
+                target=self.config.target,
+                world_size=self.config.world.get(backend, 1),
+            )
         )
 
     def _job(self, backend: str, name: str, policy: _NamedPolicy) -> Job:

@@ -64,7 +64,7 @@ def optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def load_initial_weights(model: nnx.Module, config: WorkloadConfig, *, seed: int) -> None:
-    """Overwrites the model's parameters with `initial_weights`; a scanned stack's layers are put on its first axis.
+    """Gives the model's parameters `initial_weights`; a scanned stack's layers are put on its first axis.
 
     Raises:
         MemoptError: `workload-weights-mismatch` when the model's parameters are not those of the description.
@@ -77,7 +77,7 @@ def load_initial_weights(model: nnx.Module, config: WorkloadConfig, *, seed: int
         if any(each not in shapes for each in names):
             raise MemoptError.of("workload-weights-mismatch", f"the description has no `{names[0]}`")
         values = [initial_weight(each, shapes[each], seed=seed) for each in names]
-        variable[...] = jnp.asarray(values[0] if name in shapes else np.stack(values), variable.dtype)
+        variable.set_value(jnp.asarray(values[0] if name in shapes else np.stack(values), variable.dtype))
         used.update(names)
     if used != set(shapes):
         raise MemoptError.of("workload-weights-mismatch", f"the model lacks {sorted(set(shapes) - used)[:5]}")
@@ -94,7 +94,11 @@ def _layer_names(name: str, config: WorkloadConfig, *, num: int) -> list[str]:
 
 
 def _initialised(config: WorkloadConfig, seed: int | None) -> nnx.Module:
-    model = models.build(config)
-    if seed is not None:
-        load_initial_weights(model, config, seed=seed)
+    if seed is None:
+        return models.build(config)
+    model = nnx.eval_shape(lambda: models.build(config))  # nnx's own initialisation would be compiled and thrown away
+    load_initial_weights(model, config, seed=seed)
+    rest = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param)))
+    if any(isinstance(variable.get_value(), jax.ShapeDtypeStruct) for _, variable in rest):
+        nnx.update(model, nnx.state(models.build(config), nnx.Not(nnx.Param)))
     return model

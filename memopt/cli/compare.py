@@ -29,6 +29,9 @@ def compare(
     ],
     steps: Annotated[int | None, typer.Option(help="Steps of each row, instead of the file's.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for results.json and index.html.")] = Path("memopt-compare"),
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Plan every row too: the planned peak beside the measured.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The results as JSON on stdout.")] = False,
 ) -> None:
     """Train the same model under several policies and backends, and compare losses, memory and time.
@@ -39,7 +42,7 @@ def compare(
     config = load_run(run, steps=steps)
     rows = len(config.backends) * len(config.policies)
     with _Bars(console, num_rows=rows, num_steps=config.steps) as bars:
-        comparison = run_comparison(run, out=out, steps=steps, progress=bars)
+        comparison = run_comparison(run, out=out, steps=steps, plan=plan, progress=bars)
     if as_json:
         print(comparison.to_json())
     else:
@@ -54,7 +57,8 @@ def results_table(rows: tuple[Row, ...]) -> Table:
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 0, 0, 1), pad_edge=False)
     for heading in ("backend", "policy"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("loss", "Δ plain", "Δ other", "peak", "on host", "step", ""):
+    is_planned = any(row.peak_planned_bytes is not None for row in rows)
+    for heading in ("loss", "Δ plain", "Δ other", "peak", *(("planned",) if is_planned else ()), "on host", "step", ""):
         table.add_column(heading, justify="right", no_wrap=True)
     for index, row in enumerate(rows):
         if index and row.backend != rows[index - 1].backend:
@@ -66,6 +70,7 @@ def results_table(rows: tuple[Row, ...]) -> Table:
             "-" if row.policy == PLAIN else _difference(row.max_abs_diff_vs_plain),
             _difference(row.max_abs_diff_vs_other_backend),
             format_bytes(row.peak_measured_bytes),
+            *((format_bytes(row.peak_planned_bytes),) if is_planned else ()),
             format_bytes(row.host_bytes),
             format_seconds(row.step_time_s),
             "[green]ok[/]" if row.ok else "[red]not ok[/]",

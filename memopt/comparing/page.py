@@ -51,6 +51,7 @@ def comparison_page(rows: Sequence[Row], environment: Mapping[str, Any], *, comp
         label=label,
         environment=environment,
         complete=complete,
+        is_planned=any(row.peak_planned_bytes is not None for row in rows),
         backends=list(dict.fromkeys(row.backend for row in rows)),
         cards=cards(rows),
         savings={label(row): saving(row, rows) for row in rows},

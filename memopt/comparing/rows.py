@@ -86,6 +86,7 @@ class Entry:
     elapsed_s: float
     tokens_per_step: int
     changes_precision: bool
+    peak_planned_bytes: int | None = None
 
 
 def make_rows(entries: Sequence[Entry], *, tolerance: float) -> tuple[Row, ...]:
@@ -119,7 +120,7 @@ def _row(entry: Entry) -> Row:
     return replace(
         row,
         peak_measured_bytes=result["peak_measured_bytes"],
-        peak_planned_bytes=result.get("peak_planned_bytes"),
+        peak_planned_bytes=entry.peak_planned_bytes,
         measured_by_role=result["measured_by_role"],
         attributed=result["attributed"],
         host_bytes=result["host_bytes"],

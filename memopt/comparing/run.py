@@ -38,6 +38,7 @@ class RunConfig(_Config):
         world: Ranks (torch) or devices (jax) of each backend; 1 where left out.
         target: Where the rows run: `cpu`, or `gpu:MODEL` for this machine's GPUs.
         data: The text.
+        plan: Also plan every row (`memopt plan`), for the planned peak beside the measured one.
         tolerance: A row's losses may differ by this much from its own backend's plain run.
         stall_s: A row without any sign of life for so long is ended.
     """
@@ -50,11 +51,12 @@ class RunConfig(_Config):
     world: dict[str, Count] = Field(default_factory=dict)
     target: Annotated[str, Field(pattern=r"^(cpu|gpu(:.+)?)$")] = "cpu"
     data: DataConfig = DataConfig()
+    plan: bool = False
     tolerance: Annotated[float, Field(ge=0)] = 1e-4
     stall_s: Annotated[float, Field(gt=0)] = 300.0
 
 
-def load_run(source: str | Path | Mapping[str, Any], *, steps: int | None = None) -> RunConfig:
+def load_run(source: str | Path | Mapping[str, Any], *, steps: int | None = None, plan: bool = False) -> RunConfig:
     """The comparison a file or mapping describes, with every path in it made absolute and found to exist.
 
     A relative path is looked for beside the file, then in the working directory.
@@ -62,6 +64,7 @@ def load_run(source: str | Path | Mapping[str, Any], *, steps: int | None = None
     Args:
         source: RUN.yaml or a mapping of its keys.
         steps: Overrides the file's.
+        plan: Plan every row, whatever the file says.
 
     Raises:
         MemoptError: Everything wrong with it: the YAML's own problems, `compare-no-such-file`, `compare-same-name`,
@@ -93,6 +96,7 @@ def load_run(source: str | Path | Mapping[str, Any], *, steps: int | None = None
             "policies": tuple(policies),
             "data": DataConfig(text=text),
             "steps": run.steps if steps is None else steps,
+            "plan": run.plan or plan,
         }
     )
 

@@ -27,7 +27,6 @@ VARIANTS = {
         update={"rope_theta": 500000.0, "rope_scaling": RopeScaling(original_sequence=32)}
     ),
     "wide-heads": LLAMA.model_copy(update={"head_dim": 48, "kv_heads": 4}),
-    "deepseek-tiny": described("deepseek-tiny"),
 }
 
 

@@ -228,3 +228,18 @@ def test_paths_of_a_run_are_looked_for_beside_its_file_first(tmp_path, monkeypat
     run = load_run("sub/run.yaml")
     assert run.workload == str(tmp_path / "sub" / "w.yaml")
     assert run.policies == (str(tmp_path / "sub" / "p.yaml"), str(tmp_path / "q.yaml"))
+
+
+def test_planned_peaks_stand_beside_measured_ones_where_they_were_asked_for(run, monkeypatch, tmp_path):
+    asked = {}
+
+    def planned(policies: Any, **settings: Any) -> dict[str, int]:
+        asked.update(settings)
+        return dict.fromkeys(policies, 900)
+
+    monkeypatch.setattr(memopt.comparison, "planned_peaks", planned)
+    assert run("none", "near").row("left", "near").peak_planned_bytes is None
+    row = run("none", "near", plan=True, out=tmp_path / "out").row("left", "near")
+    assert (row.peak_planned_bytes, row.peak_measured_bytes) == (900, 1000)
+    assert asked["world_size"] == 1
+    assert "<th>planned</th>" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
