@@ -232,6 +232,12 @@ class Transfers:
         parcel.num_views += 1
         return Handle(parcel, tensor.size(), tensor.stride())
 
+    def settle_all(self) -> None:
+        """Let go of the device memory of everything on its way to the host."""
+        for trip in self._live_trips():
+            for parcel in trip.parcels:
+                parcel.settle()
+
     def _depart_finished(self) -> None:
         for trip in self._live_trips():
             for parcel in trip.parcels:

@@ -11,6 +11,8 @@ that treats every parameter by itself.
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -157,6 +159,7 @@ class OptimizerOffload:
         self._params: list[list[Any]] = []
         self._homes: dict[tuple[int, str], torch.Tensor] = {}
         optimizer._memopt_offload = self  # type: ignore[attr-defined]  # measurements find it there
+        optimizer.step = types.MethodType(self._restoring(optimizer.step), optimizer)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -178,6 +181,23 @@ class OptimizerOffload:
 
     # Around optimizer.step().
 
+    def _restoring(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """`step`, with the parameter groups whole again however it ends."""
+
+        @functools.wraps(step)
+        def restoring(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._restore()
+
+        return restoring
+
+    def _restore(self) -> None:
+        for group, params in zip(self.optimizer.param_groups, self._params):
+            group["params"] = params
+        self._params = []
+
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
@@ -194,9 +214,7 @@ class OptimizerOffload:
         return args, kwargs
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group, params in zip(optimizer.param_groups, self._params):
-            group["params"] = params
-        self._params = []
+        self._restore()
 
     def _updates(self) -> Iterator[None]:
         """One bucket after another; the next one's copies run beside the update of this one."""

@@ -347,6 +347,11 @@ class Regions:
     regions: tuple[Region, ...]
     transfers: Transfers
 
+    def __post_init__(self) -> None:
+        if not self.transfers.settings.keep_last_unit:
+            # The last unit's copies have the head's time; what follows the model (the loss) finds the memory free.
+            self.model.register_forward_hook(lambda *_: self.transfers.settle_all())
+
     def remove(self) -> None:
         """Take all regions out again."""
         for region in self.regions:

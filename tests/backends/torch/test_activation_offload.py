@@ -203,6 +203,21 @@ def test_the_last_unit_stays_on_the_device_unless_told_otherwise() -> None:
     assert sent(keep_last_unit=False) * (LAYERS - 1) == sent() * LAYERS
 
 
+def test_without_keeping_the_last_unit_its_device_memory_is_free_after_the_model() -> None:
+    def live_after_forward(**options: Any) -> int:
+        model = Model()
+        run = memopt.apply_policy(model, policy(WIDE, **options))
+        inputs = torch.randn(32, 16, WIDTH)
+        for seed in range(2):
+            step(model, seed, inputs)
+        with StepMeter(model, engine=run.engine) as meter:
+            loss = model(inputs)
+        del loss
+        return meter.result().timeline[-1][0]
+
+    assert live_after_forward() - live_after_forward(keep_last_unit=False) == 32 * 16 * WIDTH * 4
+
+
 def test_bytes_travel_once_however_many_views_of_them_are_saved() -> None:
     transfers = Transfers(OffloadSettings())
     base = torch.randn(8, 8)

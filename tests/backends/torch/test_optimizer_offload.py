@@ -235,6 +235,27 @@ def test_different_places_of_update_in_one_optimizer_are_refused() -> None:
         run.optimizer(torch.optim.AdamW)
 
 
+def test_a_step_that_fails_leaves_the_parameter_groups_whole() -> None:
+    class Failing(torch.optim.AdamW):
+        fails = True
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails and not all(p.grad is None for group in self.param_groups for p in group["params"]):
+                raise RuntimeError("out of memory")
+            return super().step(closure)
+
+    model = Model()
+    options = {"trusted_optimizers": ["Failing"]}
+    half = {**state(), "match": {"role": "optimizer_state", "path": "layers.0.**"}}
+    optimizer = memopt.apply_policy(model, policy(half, **options)).optimizer(Failing, lr=1e-2)
+    model(torch.ones(4, WIDTH)).backward()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_what_is_installed_can_be_taken_out() -> None:
     _, run, optimizer = trained([state()], torch.optim.AdamW, num_steps=1)
     (installed,) = run.optimizer_offloads
