@@ -27,6 +27,7 @@ from .solve import Infeasible, Solution, solve
 # Of a node's memory, for the system, the loader and the framework itself. Assumed; `--host-budget` replaces it.
 HOST_RESERVE = 0.10
 _ROUNDS = 4
+_PATIENCE = 2  # plans over budget before layers of one stack are all treated alike
 _WORTH = 0.05  # of the budget: less unused memory is not worth another plan
 
 
@@ -90,7 +91,9 @@ class Search:
         self.costs = model_costs(probe.plan, self.rates)
         self.choices = self._problem(probe)
         best: tuple[float, Solution, str, PlanResult] | None = None
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS):
+            if number >= _PATIENCE and best is None:
+                self.max_cuts = 0  # a cut scan can hold bytes of its own, which no static part foretells
             found = solve(self.choices, max_cuts=self.max_cuts)
             if isinstance(found, Infeasible):
                 found = self._least(found)

@@ -187,6 +187,21 @@ class TestSearch:
         assert hidden.result.measured.peak_bytes <= 30 * GIB
         assert hidden.solution.outcome.step_s >= plain.solution.outcome.step_s
 
+    def test_layers_are_treated_alike_where_cutting_a_stack_costs_bytes(self, sized_backend):
+        """A compiler may copy what a cut scan needs; each such answer is over budget, however much is learnt."""
+        from dataclasses import replace
+
+        class CopiesWhenCut(sized_backend):
+            def estimate(self, workload, plan, spec, **kwargs):
+                found = super().estimate(workload, plan, spec, **kwargs)
+                layers = [[row.residual for row in plan.rows if row.unit == unit.name] for unit in plan.units[:32]]
+                extra = 6 * GIB * len([cut for cut in range(1, 32) if layers[cut] != layers[cut - 1]])
+                return replace(found, by_role={**found.by_role, "temp": extra})
+
+        found = tuned(CopiesWhenCut(), budget_gib=24)
+        assert found.result.measured.peak_bytes <= 24 * GIB
+        assert "layers: {" not in found.text
+
     def test_a_budget_below_the_floor_says_what_makes_it_up(self, sized_backend):
         with pytest.raises(MemoptError) as error:
             tuned(sized_backend(), budget_gib=12)
