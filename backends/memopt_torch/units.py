@@ -272,7 +272,11 @@ class Section:
                 site.module._parameters[site.name] = parameter
 
     def accumulates(self) -> bool:
-        """Whether the user kept gradients (no `zero_grad` since). Mixed states are made uniform first."""
+        """Whether the user kept gradients (no `zero_grad` since); they are brought into the section's own memory.
+
+        A parameter without one starts from zero and stays without until a rank has used it: an optimizer leaves
+        parameters without gradient alone, and would let ones with a gradient of zero decay.
+        """
         grads = [entry.held.grad for entry in self.entries]
         if all(grad is None for grad in grads):
             return False
@@ -285,7 +289,7 @@ class Section:
                 (entry.grad_view if self.stages_gradients else entry.staging).zero_()
             else:
                 entry.grad_view.copy_(local_tensor(grad).reshape(-1))
-            entry.held.grad = entry.grad
+                entry.held.grad = entry.grad
         return True
 
 
