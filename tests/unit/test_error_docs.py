@@ -66,9 +66,13 @@ def test_every_explanation_is_of_a_code_that_exists() -> None:
 
 
 def test_no_code_is_explained_twice() -> None:
+    """Both backends may raise a code, each for reasons of its own; one of them explains it once."""
     headings = [
-        heading
+        (heading, page.stem.partition("-")[0])
         for page in PAGES
         for heading in re.findall(r"^## `?([a-z0-9-]+)`?\s*$", page.read_text(encoding="utf-8"), re.MULTILINE)
     ]
-    assert len(headings) == len(set(headings))
+    twice = {code for code, group in headings if headings.count((code, group)) > 1}
+    shared = {code for code, _ in headings if len({group for other, group in headings if other == code}) > 1}
+    assert not twice
+    assert all({group for other, group in headings if other == code} == {"jax", "torch"} for code in shared)
