@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -163,14 +164,14 @@ def memory(works: list[str], policies: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def options(works: list[str], policies: list[str]) -> list[dict[str, Any]]:
+def options(works: list[str], policies: list[str], names: list[str]) -> list[dict[str, Any]]:
     """Hidden share by compiler options."""
-    rows = []
+    rows, chosen = [], {name: OPTIONS[name] for name in names or OPTIONS}
     for work in works:
         for policy in policies or ["offload-inputs", "offload-attention", "offload-all"]:
             what = case(work, policy)
-            steps = compiled(what, variants=tuple(OPTIONS.values()))
-            rows += [shown(row(what, step, name)) for name, step in zip(OPTIONS, steps, strict=True)]
+            steps = compiled(what, variants=tuple(chosen.values()))
+            rows += [shown(row(what, step, name)) for name, step in zip(chosen, steps, strict=True)]
     return rows
 
 
@@ -214,15 +215,17 @@ def shown(made: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Makes one table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    tables = {"memory": memory, "options": options, "link": link}
+    tables: dict[str, Callable[..., list[dict[str, Any]]]] = {"memory": memory, "options": options, "link": link}
     parser.add_argument("table", choices=tables)
     parser.add_argument("--work", action="append", choices=WORKS)
     parser.add_argument("--policy", action="append")
+    parser.add_argument("--option", action="append", choices=OPTIONS, help="rows of the options table; all without it")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     import_jax()
     began_s = time.monotonic()
-    rows = tables[asked.table](asked.work or list(MEMORY_ROWS), asked.policy or [])
+    extra = (asked.option or [],) if asked.table == "options" else ()
+    rows = tables[asked.table](asked.work or list(MEMORY_ROWS), asked.policy or [], *extra)
     document = {"versions": topology.versions(), "elapsed_s": round(time.monotonic() - began_s, 1), "rows": rows}
     if asked.out:
         asked.out.write_text(json.dumps(document, indent=1) + "\n")
