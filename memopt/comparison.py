@@ -121,7 +121,7 @@ def compare(
                 planned = session.planned(backend, policies) if config.plan else {}
                 for name, policy in policies.items():
                     entry = session.run(backend, name, policy)
-                    entries.append(replace(entry, peak_planned_bytes=planned.get(policy.path)))
+                    entries.append(replace(entry, peak_planned_bytes=planned.get(policy.path or "")))
                     comparison = replace(comparison, rows=make_rows(entries, tolerance=config.tolerance))
                     if progress is not None:
                         progress.row_finished(comparison.rows[-1])
@@ -214,19 +214,17 @@ class _Session:
             changes_precision=policy.changes_precision,
         )
 
-    def planned(self, backend: str, policies: Mapping[str, _NamedPolicy]) -> dict[str | None, int]:
+    def planned(self, backend: str, policies: Mapping[str, _NamedPolicy]) -> dict[str, int]:
         """Planned peaks by policy file; a plain run without a file has none."""
         if self.progress is not None:
             self.progress.row_started(backend, "planning")
         files = [policy.path for policy in policies.values() if policy.path is not None]
-        return dict(
-            planned_peaks(
-                files,
-                workload=self.config.workload,
-                backend=backend,
-                target=self.config.target,
-                world_size=self.config.world.get(backend, 1),
-            )
+        return planned_peaks(
+            files,
+            workload=self.config.workload,
+            backend=backend,
+            target=self.config.target,
+            world_size=self.config.world.get(backend, 1),
         )
 
     def _job(self, backend: str, name: str, policy: _NamedPolicy) -> Job:
