@@ -155,6 +155,8 @@ def _unit_policy(label: str, unit: PlanUnit, rows: Sequence[PlanRow], template: 
             if row.op is not None:
                 ops[row.op] = residual
             continue
+        if residual == "recompute" and unnamed == "keep":
+            raise _recompute_in_kept_unit(row, unit)
         names[mark_name(inside)] = residual
         if row.checkpoint_name is not None:
             if names.get(row.checkpoint_name, residual) != residual:
@@ -173,6 +175,19 @@ def _unit_policy(label: str, unit: PlanUnit, rows: Sequence[PlanRow], template: 
         ops=tuple(sorted(ops.items())),
         unnamed=unnamed,
         never_kept=WEIGHT_PRIMITIVES if unnamed == "keep" else frozenset(),
+    )
+
+
+def _recompute_in_kept_unit(row: PlanRow, unit: PlanUnit) -> MemoptError:
+    """JAX asks about equations: what a name stands for would be kept by the equation that made it, under another
+    name."""
+    return MemoptError.of(
+        "recompute-in-kept-unit",
+        f"rule `{row.rule}` recomputes `{row.path}` while everything else in `{unit.name}` is kept; on JAX the value "
+        "would be kept all the same, by the operation that makes it",
+        hint=f"recompute the unit and keep what is to stay: `{{name: stay, action: keep, match: {{path: ...}}}}`, then "
+        f"`{{name: rest, action: recompute, match: {{unit: {unit.name}}}}}`",
+        path=row.path,
     )
 
 

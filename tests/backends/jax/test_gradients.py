@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from memopt import MemoptError
 from memopt_jax.compiled import offloaded_bytes
 from memopt_jax.values import equations
 
@@ -26,7 +27,6 @@ POLICIES: dict[str, tuple[list[dict[str, Any]], int]] = {
     "nothing": ([], 0),
     "recompute": ([REST], 0),
     "keep one, recompute the rest": ([{"name": "k", "action": "keep", "match": {"path": "layers.*.mlp.up"}}, REST], 0),
-    "recompute one, keep the rest": ([{"name": "r", "action": "recompute", "match": {"path": "layers.*.mlp.up"}}], 0),
     "offload inputs and a module": ([offload(["layers.*.input", "layers.*.mlp.up"]), REST], 4 * (INPUT + UP)),
     "offload, keep the rest": ([offload("layers.*.mlp.up")], 4 * UP),
     "offload a fraction": ([offload("layers.*.mlp.up", fraction=0.5), REST], 2 * UP),
@@ -62,6 +62,12 @@ def test_gradients_equal_the_plain_models_to_the_bit(
     assert max(worst.values()) == 0.0, worst
     assert all(np.abs(gradient).max() > 0 for gradient in ours.values())
     assert offloaded_bytes(jaxpr.jaxpr) == host_bytes
+
+
+def test_recomputing_one_value_of_a_kept_unit_is_refused_not_ignored(gradients: Callable[..., Any]) -> None:
+    rule = {"name": "r", "action": "recompute", "match": {"path": "layers.*.mlp.up"}}
+    with pytest.raises(MemoptError, match="recompute-in-kept-unit"):
+        gradients("nnx", "loop", {"version": 1, "rules": [rule]})
 
 
 def test_no_scan_has_length_one_where_a_single_layer_is_treated_apart(gradients: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Compute dtype reaches activations; what cannot be had is refused; faults put in on purpose are caught by the check."""
+"""Compute dtype reaches activations; what cannot be had is refused; faults put in on purpose are caught."""
 
 from __future__ import annotations
 
