@@ -68,7 +68,8 @@ def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 def _untouched(applied: Applied) -> Iterator[None]:
     """Gradients, random state and buffers as they were."""
     model, engine = applied.model, applied.engine
-    if isinstance(engine, Engine) and engine.reduction.micro_step % engine.reduction.accumulate_steps:
+    counts = engine.reduction if isinstance(engine, Engine) else engine
+    if counts.micro_step % counts.accumulate_steps:
         raise MemoptError.of(
             "check-in-accumulation",
             "gradients of this optimizer step are not reduced yet, and a check would overwrite them",
@@ -76,17 +77,14 @@ def _untouched(applied: Applied) -> Iterator[None]:
         )
     kept = {p: (p.grad, p.grad.detach().clone()) for p in model.parameters() if p.grad is not None}
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-    reduction = engine.reduction if isinstance(engine, Engine) else None
-    steps = (reduction.micro_step, reduction.accumulate_steps) if reduction is not None else (0, 1)
+    steps = counts.micro_step, counts.accumulate_steps
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         try:
-            if reduction is not None:
-                reduction.accumulate_steps = 1
+            counts.accumulate_steps = 1  # every pass of the check reduces
             yield
         finally:
-            if reduction is not None:
-                reduction.micro_step, reduction.accumulate_steps = steps
+            counts.micro_step, counts.accumulate_steps = steps
             for parameter in model.parameters():
                 parameter.grad = None
             for parameter, (grad, value) in kept.items():
@@ -188,7 +186,7 @@ def _verdict(applied: Applied, loss_diff: float, diffs: dict[str, float], mode: 
         for path, diff in diffs.items()
     )
     tolerance = TOLERANCES.get(getattr(torch, compute) if compute else torch.float32, 1e-5)
-    ok = ok and loss_diff <= tolerance * 10
+    ok = ok and loss_diff <= tolerance * 10 and bool(diffs)  # nothing compared is nothing shown
     worst = max(diffs, key=lambda path: diffs[path], default=None)
     result = Check(
         ok=ok,

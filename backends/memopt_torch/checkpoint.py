@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from memopt.errors import MemoptError, Problem
+from memopt.errors import MemoptError, MemoptWarning, Problem
 from memopt.matching import WRAPPERS
 
 from .matrix_optimizers import OwnerOptimizer
@@ -241,6 +242,14 @@ def load(applied: Applied, directory: Any) -> dict[str, Any]:
     metadata = dcp.FileSystemReader(path).read_metadata()
     about = _about(path)
     tensors = model_tensors(applied.model)
+    if len(about.get("optimizers", ())) > len(applied.optimizers):
+        warnings.warn(
+            f"the checkpoint holds the state of {len(about['optimizers'])} optimizers, of which "
+            f"{len(applied.optimizers)} have been made: make them with run.optimizer(...) before run.load(...), or "
+            "their state is not restored",
+            MemoptWarning,
+            stacklevel=3,
+        )
     problems = _mismatches(tensors, metadata)
     problems += _optimizer_problems(applied, about)
     if problems:

@@ -16,8 +16,10 @@ from memopt.plan import Plan, PlanUnit
 
 from .collectives import device_mesh
 from .inventory import Names
-from .optimizers import note_replacement
+from .optimizers import note_owner, note_replacement
 from .placement import dtypes_of, shared_outside
+from .reduction import refuse_unreduced
+from .traversal import tensors_in
 
 
 class Fsdp2Engine:
@@ -35,6 +37,11 @@ class Fsdp2Engine:
     def __init__(self, model: nn.Module, plan: Plan, names: Names) -> None:
         self.model = model
         self.units: tuple[Any, ...] = ()
+        self.accumulate_steps = plan.accumulate_steps if plan.accumulate_reduce == "last" else 1
+        self.micro_step = 0
+        self._task = -1
+        _refuse_precision(plan, names)
+        _refuse_prefetch(plan)
         if plan.world_size == 1:
             return
         rows = {row.path: row for row in plan.rows_of("param")}
@@ -52,12 +59,11 @@ class Fsdp2Engine:
         self._link(units, wrapped)
         for path, old in before.items():
             new = names.parameter(path)
+            note_owner(new, self)
             if new is not old:
                 note_replacement(old, new)
-        self._accumulate = plan.accumulate_steps if plan.accumulate_reduce == "last" else 1
-        self._micro_step = 0
-        if self._accumulate > 1:
-            model.register_forward_pre_hook(self._set_sync)
+        if self.accumulate_steps > 1:
+            model.register_forward_hook(self._watch_backward)
 
     def _all_whole(self, rows: Iterable[Any]) -> bool:
         return all(not row.layout for row in rows)
@@ -75,19 +81,35 @@ class Fsdp2Engine:
         return first
 
     def _link(self, units: tuple[PlanUnit, ...], wrapped: list[FSDPModule]) -> None:
-        """FSDP2's own prefetch is one unit ahead in backward; further ahead, and forward, is set by hand."""
+        """FSDP2 gathers one unit ahead in backward by itself; further ahead, and forward, is set here."""
         for i, unit in enumerate(units):
-            if unit.prefetch_forward > 1:
+            if unit.prefetch_forward:
                 wrapped[i].set_modules_to_forward_prefetch(wrapped[i + 1 : i + 1 + unit.prefetch_forward])
             if unit.prefetch_backward > 1:
                 wrapped[i].set_modules_to_backward_prefetch(wrapped[max(0, i - unit.prefetch_backward) : i][::-1])
 
-    def _set_sync(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.is_grad_enabled():
+    def _watch_backward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._backward_begins)
+
+    def _backward_begins(self, grad: torch.Tensor) -> None:
+        """Counts backward passes, each once, and says whether this one reduces."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
             return
-        self._micro_step += 1
-        assert isinstance(module, FSDPModule)  # the root is wrapped
-        module.set_requires_gradient_sync(self._micro_step % self._accumulate == 0)
+        self._task = task
+        self.micro_step += 1
+        assert isinstance(self.model, FSDPModule)  # the root is wrapped
+        self.model.set_requires_gradient_sync(self.micro_step % self.accumulate_steps == 0)
+
+    def before_step(self) -> None:
+        """An optimizer is about to step: refused while gradients are not reduced."""
+        refuse_unreduced(self.micro_step, self.accumulate_steps)
+
+    def parameters_stepped(self) -> None:
+        """An optimizer has stepped: a new accumulation begins."""
+        self.micro_step = 0
 
     def buffers(self) -> Iterable[tuple[torch.Tensor, str]]:
         """FSDP2 holds nothing between steps but the parameters themselves."""
@@ -121,6 +143,47 @@ def _mesh(plan: Plan, parameters: Iterable[torch.Tensor], *, replicate_all: bool
 def _mixed(plan: Plan) -> MixedPrecisionPolicy:
     dtypes = dtypes_of(plan)
     return MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
+
+
+def _refuse_prefetch(plan: Plan) -> None:
+    none = [unit.name for unit in plan.units if unit.prefetch_backward == 0]
+    if none and plan.world_size > 1:
+        raise MemoptError.of(
+            "fsdp2-prefetch",
+            f"`prefetch: {{backward: 0}}` (first for unit `{none[0]}`): FSDP2 always gathers one ahead in backward",
+            path="unit_defaults.prefetch",
+            hint="write `backward: 1` or more, or use the layer engine",
+        )
+
+
+def _refuse_precision(plan: Plan, names: Names) -> None:
+    """FSDP2 casts what it gathers; it changes no parameter between steps, and gathers nothing in one process."""
+    dtypes = dtypes_of(plan)
+    problems = []
+    if plan.world_size == 1 and plan.precision:
+        problems.append(
+            Problem(
+                "fsdp2-precision",
+                "in one process FSDP2 gathers nothing, so it would compute in the model's own dtype",
+                path="precision",
+                hint="use the layer engine (backend_options.torch.engine: layer)",
+            )
+        )
+    for path in names.parameters:
+        parameter = names.parameter(path)
+        floats = parameter.requires_grad and parameter.dtype.is_floating_point
+        if dtypes.master is not None and floats and parameter.dtype != dtypes.master:
+            problems.append(
+                Problem(
+                    "fsdp2-precision",
+                    f"the parameter is {parameter.dtype} and the policy's master dtype {dtypes.master}; FSDP2 keeps it "
+                    "as it is",
+                    path=path,
+                    hint="cast the model before apply_policy, or use the layer engine",
+                )
+            )
+    if problems:
+        raise MemoptError(problems)
 
 
 def _kept_whole(path: str, rule: str | None) -> Problem:

@@ -118,18 +118,33 @@ def _placement(model: nn.Module, plan: Plan) -> list[Problem]:
 
 
 def _mesh(plan: Plan, mesh: Any) -> list[Problem]:
-    if mesh is None or not dist.is_initialized():
+    """A mesh that was passed must be the policy's: the engine makes process groups of its own along the same axes."""
+    if mesh is None:
         return []
-    if mesh.size() != dist.get_world_size():
-        return [
+    problems = []
+    if dist.is_initialized() and mesh.size() != dist.get_world_size():
+        problems.append(
             Problem(
                 "mesh-world",
                 f"the mesh has {mesh.size()} ranks, the process group {dist.get_world_size()}",
                 path="mesh",
                 hint=f"build the mesh over all {dist.get_world_size()} ranks",
             )
-        ]
-    return []
+        )
+    names = mesh.mesh_dim_names or tuple("fsdp" if mesh.ndim == 1 else f"axis{i}" for i in range(mesh.ndim))
+    given = [(name, mesh.size(i)) for i, name in enumerate(names) if mesh.size(i) > 1]
+    planned = [(name, size) for name, size in plan.mesh if size > 1]
+    if given != planned:
+        written = ", ".join(f"{name}: {size}" for name, size in given)
+        problems.append(
+            Problem(
+                "mesh-world",
+                f"the mesh passed is {{{written}}}, the policy's {{{', '.join(f'{n}: {s}' for n, s in planned)}}}",
+                path="mesh",
+                hint=f"write `mesh: {{{written}}}` in the policy, or leave `mesh=` out",
+            )
+        )
+    return problems
 
 
 def _precision(plan: Plan) -> list[Problem]:

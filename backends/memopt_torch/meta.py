@@ -13,8 +13,6 @@ from memopt.errors import MemoptError, Problem
 
 from .units import Unit
 
-_UNWRITTEN_INT = -(2**7)
-
 
 class MetaInitialiser:
     """Gives parameters and buffers on the meta device values, as their modules' own initialisers make them.
@@ -36,6 +34,7 @@ class MetaInitialiser:
                 for inner in outer.modules():
                     self._by_module[id(inner)] = initialise  # the innermost model that has one comes last
         self._seed = _shared_seed()
+        self._fresh = _Fresh()
 
     def initialise_unit(self, unit: Unit) -> None:
         """Real values for a unit's parameters and for the buffers of the modules that own them."""
@@ -45,13 +44,14 @@ class MetaInitialiser:
         for section, entry in unit.entries():
             real = _unwritten(entry.held, self.device)
             parameter = nn.Parameter(real, requires_grad=entry.held.requires_grad)
+            self._fresh.add(parameter)
             for site in entry.sites:
                 site.module._parameters[site.name] = parameter
                 modules[site.module] = None
             entry.held = entry.used = parameter
             section.device = self.device
         self._run(modules)
-        _refuse_unwritten((entry.path, entry.held) for _, entry in unit.entries())
+        self._fresh.refuse_unwritten((entry.path, entry.held) for _, entry in unit.entries())
 
     def initialise_buffers(self, model: nn.Module) -> None:
         """Real values for all other buffers, those that are not saved in a state dict among them."""
@@ -64,7 +64,7 @@ class MetaInitialiser:
             for name, buffer in module._buffers.items()
             if buffer is not None
         }
-        _refuse_unwritten(names.items())
+        self._fresh.refuse_unwritten(names.items())
 
     def _run(self, modules: Iterable[nn.Module]) -> None:
         with _seeded(self._seed), torch.no_grad():
@@ -72,7 +72,7 @@ class MetaInitialiser:
             for module in modules:
                 for name, buffer in module._buffers.items():
                     if buffer is not None and buffer.is_meta:
-                        module._buffers[name] = _unwritten(buffer, self.device)
+                        module._buffers[name] = self._fresh.add(_unwritten(buffer, self.device))
                 initialise = self._by_module.get(id(module))
                 if initialise is not None:
                     initialise(module)
@@ -111,31 +111,46 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _unwritten(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for a tensor, filled with a value that shows when nothing has been written."""
-    value = float("nan") if tensor.dtype.is_floating_point else _UNWRITTEN_INT
-    if tensor.dtype == torch.bool:
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-    return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
-
-
-def _is_unwritten(tensor: torch.Tensor) -> bool:
-    if not tensor.numel() or tensor.dtype == torch.bool:
-        return False
+    """Memory for a tensor; floating-point memory is filled with NaN, so that what is written in part shows too."""
     if tensor.dtype.is_floating_point:
-        return bool(tensor.isnan().any())
-    return bool((tensor == _UNWRITTEN_INT).all())
+        return torch.full(tensor.shape, float("nan"), dtype=tensor.dtype, device=device)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-def _refuse_unwritten(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    missing = [name for name, tensor in tensors if _is_unwritten(tensor.detach())]
-    if missing:
-        raise MemoptError(
-            Problem(
-                "meta-without-initialiser",
-                "the model was built on the meta device, and nothing gives this tensor its value",
-                path=name,
-                hint="give its module a `reset_parameters` (or `reset_buffers`) method that writes it, or build the "
-                "model on a real device",
+class _Fresh:
+    """Tensors whose memory is new, and how often each has been written since."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Remembers a tensor as it is now."""
+        self._made[id(tensor)] = (tensor, tensor._version)
+        return tensor
+
+    def is_unwritten(self, tensor: torch.Tensor) -> bool:
+        """Whether nothing, or not everything, has been written. A tensor put in its place counts as written."""
+        if not tensor.numel() or id(tensor) not in self._made:
+            return False
+        if tensor._version == self._made[id(tensor)][1]:
+            return True
+        return tensor.dtype.is_floating_point and bool(tensor.detach().isnan().any())
+
+    def refuse_unwritten(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises for each tensor that nothing has given a value.
+
+        Raises:
+            MemoptError: `meta-without-initialiser`.
+        """
+        missing = [name for name, tensor in tensors if self.is_unwritten(tensor)]
+        if missing:
+            raise MemoptError(
+                Problem(
+                    "meta-without-initialiser",
+                    "the model was built on the meta device, and nothing gives this tensor its value",
+                    path=name,
+                    hint="give its module a `reset_parameters` (or `reset_buffers`) method that writes it, or build "
+                    "the model on a real device",
+                )
+                for name in missing
             )
-            for name in missing
-        )

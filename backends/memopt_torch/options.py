@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 
 class OffloadOptions(BaseModel):
@@ -50,3 +50,11 @@ class Options(BaseModel):
     timeout_s: Annotated[float, Field(gt=0)] | None = None
     unused_parameters: Literal["auto", "agree"] = "auto"
     offload: OffloadOptions = OffloadOptions()
+
+    @model_validator(mode="after")
+    def _of_one_engine(self) -> Options:
+        """Options of the layer engine have no effect on FSDP2, and nothing is accepted and ignored."""
+        own = {"gradient_slots", "communication", "timeout_s", "unused_parameters"}
+        if self.engine == "fsdp2" and (written := sorted(own & self.model_fields_set)):
+            raise ValueError(f"{', '.join(written)}: of the layer engine; leave out with `engine: fsdp2`")
+        return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 
-from memopt.errors import MemoptError
+from memopt.errors import MemoptError, MemoptWarning
 
 from .sharded import local_tensor
 from .units import Entry, Section, Unit
@@ -123,7 +124,8 @@ class Reduction:
             self.engine.acquire(section.gradients)
         if not section.opened:
             section.opened = True
-            section.carries = section.accumulates()
+            # Parameters that modules use as they are carry their own gradients; autograd adds to them.
+            section.carries = not section.in_place and section.accumulates()
             if section.carries and section.layout == "zero1" and section.grad is not None:
                 # Only this rank's stretch is the user's; scaled so that the mean over ranks gives it back.
                 mine = section.own_part(section.grad).clone()
@@ -163,7 +165,8 @@ class Reduction:
         if section.carries and not section.stages_gradients:
             return
         for entry in section.entries:
-            if entry.offset not in section.arrived and entry.offset not in section.kept:
+            carried = section.in_place and entry.held.grad is entry.grad
+            if entry.offset not in section.arrived and entry.offset not in section.kept and not carried:
                 assert entry.staging is not None  # managed sections have staging views
                 entry.staging.zero_()
         if section.slot is not None and section.padded_numel > section.numel:
@@ -300,19 +303,43 @@ class Reduction:
                     section.pending = None
                 if section.gradients is not None:
                     section.gradients.occupied = False
+        self._restart_accumulation()
         self._reset()
 
-    def check_reduced(self) -> None:
-        """An optimizer is about to step.
+    def _restart_accumulation(self) -> None:
+        """Whole gradients kept for a later reduction hold a part of the failed pass, which cannot be taken out."""
+        sections = [section for section in self.sections() if section.kept]
+        if not sections:
+            return
+        for section in sections:
+            section.kept.clear()
+            if not section.stages_gradients:
+                for entry in section.entries:
+                    entry.held.grad = None
+        warnings.warn(
+            f"a backward pass failed after {self.micro_step % self.accumulate_steps} of {self.accumulate_steps} "
+            "micro-batches: their gradients are dropped and the accumulation starts again",
+            MemoptWarning,
+            stacklevel=2,
+        )
+        self.micro_step = 0
 
-        Raises:
-            MemoptError: `accumulate-steps`: in the middle of an accumulation whose gradients are not reduced yet.
-        """
-        if self.micro_step % self.accumulate_steps:
-            raise MemoptError.of(
-                "accumulate-steps",
-                f"the optimizer steps after {self.micro_step % self.accumulate_steps} backward passes, but the "
-                f"policy reduces gradients at the last of {self.accumulate_steps}: they were not reduced",
-                path="accumulate.steps",
-                hint="step after every accumulate.steps backward passes, or set accumulate.reduce: each",
-            )
+    def check_reduced(self) -> None:
+        """An optimizer is about to step; see `refuse_unreduced`."""
+        refuse_unreduced(self.micro_step, self.accumulate_steps)
+
+
+def refuse_unreduced(micro_step: int, accumulate_steps: int) -> None:
+    """Refuses an optimizer step in the middle of an accumulation whose gradients are not reduced yet.
+
+    Raises:
+        MemoptError: `accumulate-steps`.
+    """
+    if micro_step % accumulate_steps:
+        raise MemoptError.of(
+            "accumulate-steps",
+            f"the optimizer steps after {micro_step % accumulate_steps} backward passes, but the policy reduces "
+            f"gradients at the last of {accumulate_steps}: they were not reduced",
+            path="accumulate.steps",
+            hint="step after every accumulate.steps backward passes, or set accumulate.reduce: each",
+        )

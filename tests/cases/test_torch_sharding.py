@@ -467,3 +467,19 @@ def test_what_the_backend_cannot_do_is_refused_by_rule_name() -> None:
         memopt.make_plan(rules, spec, backend=BACKEND, world_size=2)
     assert "far" in str(caught.value)
     assert "shard" in str(caught.value)
+
+
+def test_a_mesh_passed_must_be_the_policys() -> None:
+    """A mesh whose axes differ from the policy's would be used for its size alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def job() -> tuple[str, str]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "fsdp"))
+        with pytest.raises(MemoptError) as caught:
+            memopt.apply_policy(Stack(), policy(SHARD), mesh=mesh)
+        memopt.apply_policy(Stack(), policy(SHARD, mesh={"replicate": 2, "fsdp": 2}), mesh=mesh)
+        return caught.value.problems[0].code, caught.value.problems[0].hint or ""
+
+    code, hint = run_fake(job, 4)
+    assert code == "mesh-world"
+    assert "replicate: 2, fsdp: 2" in hint

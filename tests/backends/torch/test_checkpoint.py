@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,3 +253,14 @@ def test_the_files_say_what_they_are(tools: Any, saved_at_four: tuple[Path, list
     about = json.loads((saved_at_four[0] / "memopt.json").read_text())
     assert about["format"] == 1
     assert about["optimizers"][0]["groups"][0]["lr"] == 1e-3
+
+
+def test_loading_before_the_optimizer_is_made_says_that_its_state_is_left(
+    tools: Any, saved_at_four: tuple[Path, list[float]]
+) -> None:
+    model = tools.llama(layers=2, hidden=28, intermediate=37, vocab=67)
+    run = memopt.apply_policy(model, tools.policy())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.load(saved_at_four[0])
+    assert any("before run.load" in str(one.message) for one in caught)

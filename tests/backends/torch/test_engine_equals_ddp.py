@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.errors import MemoptError
+from memopt_torch.sharded import whole_tensor
 from memopt_torch.testing import run_ranks
 
 
@@ -443,3 +445,52 @@ def test_reentrant_checkpoint_of_several_layers_by_the_user(tools: Any) -> None:
             return self.head(self.blocks[2](x, True)).square().mean()
 
     assert_equal(both(tools, Chunks, tools.policy(tools.shard()), step=branch_step(lambda n, r: True), steps=6))
+
+
+@pytest.mark.parametrize("rules", [(), ("shard",)])
+def test_an_unused_parameter_is_not_decayed(tools: Any, rules: tuple[str, ...]) -> None:
+    def job() -> list[bool]:
+        model = BranchModel()
+        run = memopt.apply_policy(model, tools.policy(*[getattr(tools, rule)() for rule in rules]))
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+        before = [whole_tensor(block.spare.weight).clone() for block in model.blocks]
+        for number in range(3):
+            for micro in range(2):
+                model(vectors(2 * number + micro, dist.get_rank()), False).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [torch.equal(a, whole_tensor(b.spare.weight)) for a, b in zip(before, model.blocks, strict=True)]
+
+    assert run_ranks(job, 2) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("rules", [(), ("shard",)])
+def test_a_failed_micro_batch_restarts_a_deferred_accumulation(tools: Any, rules: tuple[str, ...]) -> None:
+    policy = tools.policy(*[getattr(tools, rule)() for rule in rules], accumulate={"steps": 2, "reduce": "last"})
+
+    def gradients(model: Any) -> list[torch.Tensor]:
+        return [whole_tensor(p.grad).clone() for p in model.parameters()]
+
+    def job() -> bool:
+        good, failed = BranchModel(), BranchModel()
+        for model in (good, failed):
+            memopt.apply_policy(model, policy)
+        failed(vectors(7, dist.get_rank()), True).backward()
+        handle = failed.blocks[0].main.weight.register_hook(boom) if not rules else None
+        if handle is None:
+            handle = failed.blocks[0].register_full_backward_pre_hook(lambda module, grads: boom(None))
+        with pytest.raises(ArithmeticError):
+            failed(vectors(8, dist.get_rank()), True).backward()
+        handle.remove()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", memopt.errors.MemoptWarning)
+            for model in (good, failed):
+                for micro in range(2):
+                    model(vectors(micro, dist.get_rank()), True).backward()
+        return all(torch.equal(a, b) for a, b in zip(gradients(good), gradients(failed), strict=True))
+
+    assert run_ranks(job, 2) == [True, True]
+
+
+def boom(grad: torch.Tensor | None) -> None:
+    raise ArithmeticError("on purpose")

@@ -58,8 +58,16 @@ class Position(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.register_buffer("table", self._table(), persistent=False)
+        self.register_buffer("mask", self._mask(), persistent=False)
         if resets:
-            self.reset_buffers = lambda: self.table.copy_(self._table())
+            self.reset_buffers = self._reset
+
+    def _reset(self) -> None:
+        self.table.copy_(self._table())
+        self.mask.copy_(self._mask())
+
+    def _mask(self) -> torch.Tensor:
+        return torch.ones(4, 4, dtype=torch.bool).tril()
 
     def _table(self) -> torch.Tensor:
         return torch.arange(4.0) + 1
@@ -77,13 +85,14 @@ def test_buffers_without_initialiser_are_named(tools: Any, resets: bool) -> None
             memopt.apply_policy(model, tools.policy(tools.shard()))
         except MemoptError as error:
             return [(problem.code, problem.path) for problem in error.problems]
-        return model[1].table.tolist()
+        return model[1].table.tolist(), model[1].mask.sum().item()
 
     for found in run_ranks(job, 2):
         if resets:
-            assert found == [1.0, 2.0, 3.0, 4.0]
+            assert found == ([1.0, 2.0, 3.0, 4.0], 10)
         else:
-            assert found == [("meta-without-initialiser", "0.table"), ("meta-without-initialiser", "1.table")]
+            names = ("0.table", "0.mask", "1.table", "1.mask")
+            assert found == [("meta-without-initialiser", name) for name in names]
 
 
 @pytest.mark.parametrize("tie", [False, True])
