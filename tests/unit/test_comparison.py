@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import memopt.comparing.run
@@ -174,6 +175,25 @@ def test_interruption_leaves_the_finished_rows_on_disk(run, tmp_path):
     assert [row["policy"] for row in saved["rows"]] == ["none"]
     assert saved["complete"] is False
     assert "Interrupted" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_interruption_in_the_middle_of_a_row_ends_its_worker_and_keeps_the_rows_before_it(run):
+    class InterruptedLater:
+        def row_started(self, backend: str, policy: str) -> None: ...
+
+        def event(self, event: Any) -> None:
+            if event["event"] == "step" and event["step"] == 1 and self.finished:
+                raise KeyboardInterrupt
+
+        finished = 0
+
+        def row_finished(self, row: Any) -> None:
+            self.finished += 1
+
+    comparison = run("none", "hang", progress=InterruptedLater())
+    assert [row.policy for row in comparison.rows] == ["none"]
+    assert not comparison.complete
+    assert psutil.Process().children(recursive=True) == []
 
 
 def test_results_hold_the_contracts_keys_and_what_a_reader_needs_to_judge_them(run, tmp_path):
