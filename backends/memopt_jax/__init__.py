@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from memopt.plan import Plan
     from memopt.spec import ModelSpec
 
+    from .lowered import Lowered
+
 _SUPPORTED = frozenset(
     {
         "recompute:activation",
@@ -142,6 +144,18 @@ def _is_function(model: Any) -> bool:
     import types
 
     return isinstance(model, types.FunctionType | functools.partial | types.MethodType) or hasattr(model, "__wrapped__")
+
+
+def lower(plan: Plan, *, mesh: Any = None) -> Lowered:
+    """The pieces of a plan for frameworks that own their training loop; see `memopt_jax.lowered.Lowered`.
+
+    Args:
+        plan: From `memopt.make_plan`.
+        mesh: The framework's own; all devices in the plan's order when left out.
+    """
+    from .lowered import Lowered
+
+    return Lowered(plan, mesh=mesh)
 
 
 BACKEND = JaxBackend()
