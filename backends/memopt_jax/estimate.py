@@ -108,8 +108,8 @@ def to_measured(step: aot.CompiledStep, target: Target) -> Measured:
     is_cpu, report = target.kind == "cpu", step.overlap
     return Measured(
         method="xla-aot",
-        by_role=_by_role(step),
-        host_bytes=step.planned_host_bytes + _host_arguments(step) if is_cpu else step.host.total,
+        by_role=_by_role(step, counted_host_bytes=_counted_host_bytes(step) if is_cpu else 0),
+        host_bytes=_counted_host_bytes(step) if is_cpu else step.host.total,
         to_host_bytes=report.to_host_bytes if report is not None else step.planned_host_bytes,
         to_device_bytes=report.to_device_bytes if report is not None else step.planned_host_bytes,
         collectives=step.collectives,
@@ -124,17 +124,26 @@ def to_measured(step: aot.CompiledStep, target: Target) -> Measured:
     ).check()
 
 
-def _by_role(step: aot.CompiledStep) -> dict[str, int]:
-    """Arguments as they are, saved values as far as temporaries go, and the rest as `temp`; the sum is the total."""
+def _by_role(step: aot.CompiledStep, *, counted_host_bytes: int) -> dict[str, int]:
+    """Arguments as they are, saved values as far as temporaries go, and the rest as `temp`; the sum is the total.
+
+    A target with one memory holds what is counted as on the host in the same total: it is taken out, as a run's is.
+    """
     param = step.argument_roles.get(("param", "device"), 0)
     state = step.argument_roles.get(("optimizer_state", "device"), 0)
     saved = min(step.residuals.get("device", 0), step.device.temp)
+    if counted_host_bytes:
+        saved = max(0, saved - step.planned_host_bytes)
     return {
         "param": param,
         "optimizer_state": state,
         "activation": saved,
-        "temp": step.device.total - param - state - saved,
+        "temp": step.device.total - counted_host_bytes - param - state - saved,
     }
+
+
+def _counted_host_bytes(step: aot.CompiledStep) -> int:
+    return step.planned_host_bytes + _host_arguments(step)
 
 
 def _host_arguments(step: aot.CompiledStep) -> int:
