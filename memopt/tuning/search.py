@@ -26,7 +26,7 @@ from .solve import Infeasible, Solution, solve
 
 # Of a node's memory, for the system, the loader and the framework itself. Assumed; `--host-budget` replaces it.
 HOST_RESERVE = 0.10
-_ROUNDS = 4
+_ROUNDS = 5
 _PATIENCE = 2  # plans over budget before layers of one stack are all treated alike
 _WORTH = 0.05  # of the budget: less unused memory is not worth another plan
 
@@ -90,10 +90,12 @@ class Search:
         probe = self._plan(self._text((), header=("Recomputes every layer.",)), "recompute")
         self.costs = model_costs(probe.plan, self.rates)
         self.choices = self._problem(probe)
+        static_bytes = self.choices.static_bytes
         best: tuple[float, Solution, str, PlanResult] | None = None
         for number in range(_ROUNDS):
-            if number >= _PATIENCE and best is None:
-                self.max_cuts = 0  # a cut scan can hold bytes of its own, which no static part foretells
+            if number == _PATIENCE and best is None:
+                # A cut scan can hold bytes of its own: leave cuts out, and forget what they have taught.
+                self.max_cuts, self.choices = 0, replace(self.choices, static_bytes=static_bytes)
             found = solve(self.choices, max_cuts=self.max_cuts)
             if isinstance(found, Infeasible):
                 found = self._least(found)
