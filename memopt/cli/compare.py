@@ -46,8 +46,8 @@ def compare(
     if as_json:
         print(comparison.to_json())
     else:
-        screen = Console()
-        screen.print(results_table(comparison.rows), width=None if screen.is_terminal else _PIPED_WIDTH)
+        screen = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+        screen.print(results_table(comparison.rows))
     _say_what_is_left(console, comparison, out)
     sys.exit(0 if comparison.ok else 1)
 
