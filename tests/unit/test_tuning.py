@@ -158,7 +158,7 @@ def tuned(backend, *, budget_gib, target="gpu:h100:8", workload=LLAMA_8B, **wish
         workload=workload,
         backend=backend,
         target=target,
-        wishes=Wishes(device_bytes=round(budget_gib * GIB), num_points=4, **wishes),
+        wishes=Wishes(device_bytes=round(budget_gib * GIB), **{"num_points": 1, **wishes}),
     )
 
 
@@ -173,7 +173,7 @@ class TestSearch:
         assert found.text.count("\n") < 30
 
     def test_no_policy_written_by_hand_is_faster(self, sized_backend):
-        for budget_gib in (19.5, 22, 26, 60):
+        for budget_gib in (19.5, 26):
             found = tuned(sized_backend(), budget_gib=budget_gib)
             budget = budget_gib * GIB
             for name, outcome in found.presets.items():
@@ -231,7 +231,7 @@ class TestSearch:
         assert found.layout.workload.batch * 2 == batch
 
     def test_the_frontier_falls(self, sized_backend):
-        found = tuned(sized_backend(), budget_gib=24)
+        found = tuned(sized_backend(), budget_gib=24, num_points=4)
         points = [(point.outcome.peak_bytes, point.outcome.step_s) for point in found.frontier]
         assert len(points) >= 3
         assert points == sorted(points)
