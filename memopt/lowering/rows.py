@@ -74,6 +74,7 @@ class _Builder:
         self._data_devices = _data_devices(mesh, spec) if spec.batch == "global" else 1
         self._layout_of: dict[tuple[str, str], Mapping[str, int]] = {}
         self._layout_rule: dict[str, str] = {}
+        self._gradient_rule: dict[str, int] = {}
         self._faults: dict[int, list[str]] = {}
         self._conflicts: dict[int, list[Problem]] = {}
         self.whole: dict[str, list[str]] = {}
@@ -152,11 +153,15 @@ class _Builder:
             layout = self._layout_of[entry.path, "param"]
             if rule is None and entry.path in self._layout_rule:
                 rules[LAYOUT] = self._layout_rule[entry.path]
+            if entry.role == "optimizer_state":
+                self._check_gradient(entry, layout)
         else:
             layout = existing
         self._layout_of[entry.path, entry.role] = layout
         if entry.role == "param" and LAYOUT in rules:
             self._layout_rule[entry.path] = rules[LAYOUT]
+        if entry.role == "grad" and isinstance(rule, ShardRule):
+            self._gradient_rule[entry.path] = won[LAYOUT]
         if entry.role == "grad" and _is_deferred(self._policy):
             if isinstance(rule, ShardRule) and "param" not in acting_roles(rule):
                 self._conflicts.setdefault(won[LAYOUT], []).append(self._deferred_conflict(won[LAYOUT]))
@@ -182,6 +187,22 @@ class _Builder:
             f"its {inner_role} is split as {describe(inner)}",
             hint=f"shard it over the axes of its {inner_role} and any others, or leave it to follow",
             **self._policy.source.at(("rules", i, "axis")),
+        )
+        self._conflicts.setdefault(i, []).append(problem)
+
+    def _check_gradient(self, entry: Entry, layout: Mapping[str, int]) -> None:
+        """A gradient that a rule splits needs state that is split so too: no device has the rest of it."""
+        i = self._gradient_rule.get(entry.path)
+        gradient = self._layout_of.get((entry.path, "grad"), {})
+        if i is None or is_within(gradient, layout):
+            return
+        name = self._policy.rules[i].name
+        problem = Problem(
+            "layout-conflict",
+            f"rule `{name}` splits the gradient of `{entry.path}` as {describe(gradient)}, and its optimizer state is "
+            f"{describe(layout)}: no device could update the rest",
+            hint="shard both: `match: {role: [grad, optimizer_state]}`",
+            **self._policy.source.at(("rules", i)),
         )
         self._conflicts.setdefault(i, []).append(problem)
 

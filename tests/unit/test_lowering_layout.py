@@ -170,6 +170,18 @@ def test_state_must_be_split_at_least_as_its_parameter(rules, llama_spec, fake_b
     assert plan.row("lm_head.weight", "param").layout == {"fsdp": -1}
 
 
+def test_gradients_split_alone_are_an_error(rules, llama_spec, fake_backend) -> None:
+    with pytest.raises(MemoptError) as error:
+        make_plan(
+            rules({"action": "shard", "match": {"role": "grad"}}), llama_spec(), backend=fake_backend(), world_size=2
+        )
+    assert codes(error) == ["layout-conflict"]
+    assert "role: [grad, optimizer_state]" in (error.value.problems[0].hint or "")
+    both = rules({"action": "shard", "match": {"role": ["grad", "optimizer_state"]}})
+    plan = make_plan(both, llama_spec(), backend=fake_backend(), world_size=2)
+    assert plan.row("lm_head.weight", "grad").layout == plan.row("lm_head.weight", "optimizer_state").layout != {}
+
+
 def test_deferred_reduction_keeps_whole_gradients_and_the_plan_shows_it(rules, llama_spec, fake_backend) -> None:
     shard = {"action": "shard", "match": {"role": "param"}}
     each = make_plan(rules(shard, accumulate={"steps": 4}), llama_spec(), backend=fake_backend(), world_size=2)
