@@ -12,7 +12,7 @@ from memopt.spec import ModelSpec
 
 from .inventory import Module, Parameter, canonical_path, spec_of
 from .linen_modules import LinenConfig, interceptor
-from .placement import existing_sharding
+from .placement import existing_sharding, leaf_path
 from .remat import Static
 from .values import Program, read
 
@@ -40,8 +40,7 @@ def parameters_of(variables: Mapping[str, Any]) -> list[Parameter]:
     found = []
     for collection in sorted(variables, key=lambda name: name != "params"):
         for path, leaf in jax.tree_util.tree_flatten_with_path(variables[collection])[0]:
-            raw = ".".join(str(getattr(entry, "key", getattr(entry, "name", entry))) for entry in path)
-            raw = raw.removesuffix(".value")
+            raw = ".".join(leaf_path(path))
             sharding, sizes = existing_sharding(leaf)
             found.append(
                 Parameter(

@@ -17,7 +17,7 @@ from memopt.plan import Plan, PlanRow, PlanUnit, Residual
 
 from . import compiler_options
 from .inventory import canonical_path
-from .optimizer import leaf_path
+from .placement import leaf_path
 from .remat import UnitPolicy
 from .shardings import AnyMesh, Layouts, make_mesh
 

@@ -19,7 +19,8 @@ from .applied import AppliedBase, require_ok
 from .checking import Gradients, compare
 from .compiled import CompiledStep, verify_no_user_remat
 from .nnx_optimizer import PlacedOptimizer
-from .optimizer import leaf_path, transformation_of
+from .optimizer import transformation_of
+from .placement import leaf_path
 from .remat import Static
 from .treatments import without_residuals
 

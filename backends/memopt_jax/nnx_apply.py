@@ -13,6 +13,7 @@ from memopt.spec import ModelSpec
 
 from .inventory import canonical_path
 from .nnx_modules import ModuleConfig, configure, dotted, modules_of, restore
+from .placement import leaf_path
 from .rewrite import with_cut_scans
 from .shardings import Layouts, place
 from .treatments import Template, Treatments
@@ -54,7 +55,7 @@ def parameter_shardings(model: Any, plan: Plan, spec: ModelSpec, layouts: Layout
     state = nnx.state(model)
 
     def of(path: tuple[Any, ...], leaf: Any) -> Any:
-        raw = dotted(tuple(key for key in map(_key, path) if key not in (None, "value")))
+        raw = dotted(leaf_path(path))
         row = rows.get(template.marked(canonical_path(raw)))
         if row is None or not hasattr(leaf, "shape"):
             return layouts.replicated()
@@ -62,10 +63,6 @@ def parameter_shardings(model: Any, plan: Plan, spec: ModelSpec, layouts: Layout
         return layouts.sharding(row.layout, leaf.ndim, leading=leading, kind=row.memory_kind)
 
     return jax.tree_util.tree_map_with_path(of, state)
-
-
-def _key(entry: Any) -> Any:
-    return getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", None)))
 
 
 def rows_by_label(plan: Plan, spec: ModelSpec, role: str) -> Mapping[str, Any]:

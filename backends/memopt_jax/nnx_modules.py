@@ -18,6 +18,7 @@ from flax import nnx
 from memopt.errors import MemoptError
 
 from . import naming
+from .placement import leaf_path
 from .remat import Region, run_region
 from .weights import WeightPlan, cast_floating
 
@@ -169,7 +170,7 @@ class Functional:
     def __init__(self, module: Any) -> None:
         self.graph, self._state = nnx.split(module)
         paths, self._structure = jax.tree_util.tree_flatten_with_path(self._state)
-        self.names = [_state_path(path) for path, _ in paths]
+        self.names = [dotted(leaf_path(path)) for path, _ in paths]
         self.leaves = [leaf for _, leaf in paths]
 
     def merge(self, leaves: list[Any]) -> Any:
@@ -204,8 +205,3 @@ class Functional:
             return
         leaves = [changed.get(index, leaf) for index, leaf in enumerate(self.leaves)]
         nnx.update(module, self._structure.unflatten(leaves))
-
-
-def _state_path(path: tuple[Any, ...]) -> str:
-    keys = [getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", None))) for entry in path]
-    return dotted(tuple(key for key in keys if key not in (None, "value")))

@@ -18,6 +18,7 @@ from memopt.plan import Plan, PlanRow
 from memopt.spec import ModelSpec
 
 from .inventory import canonical_path
+from .placement import leaf_path
 from .shardings import Layouts
 from .treatments import Template
 
@@ -130,15 +131,6 @@ class StatePlacement:
         leading = leaf.ndim - len(row.shape or ())
         kind = "device" if on_device else row.memory_kind
         return self.layouts.sharding(row.layout, leaf.ndim, leading=leading, kind=kind)
-
-
-def _key(entry: Any) -> Any:
-    return getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", None)))
-
-
-def leaf_path(path: Sequence[Any]) -> tuple[str, ...]:
-    """The keys of a leaf's path in a tree."""
-    return tuple(str(key) for entry in path if (key := _key(entry)) not in (None, "value"))
 
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding
+
+
+def leaf_path(path: Sequence[Any]) -> tuple[str, ...]:
+    """The keys of a leaf's path in a tree, without the `.value` that a variable puts around its array.
+
+    A parameter or module that is called `value` keeps its name: that is a key, not an attribute.
+    """
+    keys = list(path)
+    if keys and getattr(keys[-1], "name", None) == "value":
+        keys.pop()
+    return tuple(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
 
 
 def existing_sharding(value: Any) -> tuple[dict[str, int], dict[str, int]]:

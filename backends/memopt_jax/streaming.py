@@ -21,7 +21,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from memopt.errors import MemoptWarning
 
-from .optimizer import StatePlacement, Update, leaf_path, whole_update
+from .optimizer import StatePlacement, Update, whole_update
+from .placement import leaf_path
 from .rewrite import bind
 
 _POINTWISE = frozenset({
