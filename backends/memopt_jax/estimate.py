@@ -25,7 +25,10 @@ _LEFT_OUT = {
         "fragmentation of JAX's allocator",
     ),
     "tpu": ("the runtime's own buffers beyond what the compiler reserves",),
-    "cpu": ("Python, the compiler and the data loader: the figures are the step's buffers",),
+    "cpu": (
+        "Python, the compiler and the data loader: the figures are the step's buffers",
+        "an nnx optimizer's own step counter and random-number keys: a dozen bytes",
+    ),
 }
 
 
