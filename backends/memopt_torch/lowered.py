@@ -71,8 +71,17 @@ class Lowered:
         }
 
     def recomputes(self, unit: str) -> bool:
-        """Whether to wrap the unit in a checkpoint at all."""
-        return self._unit(unit).region
+        """Whether to wrap the unit in a checkpoint at all.
+
+        Raises:
+            MemoptError: `unknown-unit`; `lower-needs-paths` where the policy offloads values of it, which a checkpoint
+                cannot do.
+        """
+        found = self._unit(unit)
+        if found.region:
+            self._kept_ops(found)
+        rows = self.plan.rows_of("activation")
+        return found.region and any(row.unit == unit and row.residual == "recompute" for row in rows)
 
     def checkpoint_context_fn(self, unit: str) -> Callable[[], ContextPair]:
         """The `context_fn` of `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` for a unit.
@@ -85,6 +94,14 @@ class Lowered:
         """
         found = self._unit(unit)
         kept_ops = self._kept_ops(found)
+        if self.recomputes(unit) and found.unnamed_residual != "recompute":
+            raise MemoptError.of(
+                "lower-needs-paths",
+                f"the policy recomputes some values of `{unit}` and keeps the rest; torch's checkpoint recomputes all "
+                "but the operators it is told to keep",
+                path=unit,
+                hint="use memopt.apply_policy, or add `{name: rest, action: recompute, match: {unit: ...}}`",
+            )
         if not kept_ops:
             return lambda: (nullcontext(), nullcontext())
 
@@ -104,16 +121,18 @@ class Lowered:
             op = row.path.removeprefix(f"{unit.name}.").strip("<>")
             if row.residual == "keep" and op in OPS:
                 kept.update(OPS[op])
-            elif row.residual != "recompute" and own_inputs.isdisjoint((row.path, *row.aliases)):
+            elif row.residual == "offload" or (
+                row.residual == "keep" and own_inputs.isdisjoint((row.path, *row.aliases))
+            ):
                 by_path.append(row)
         named = [row for row in by_path if row.op is None or not set(OPS[row.op]) & kept or row.residual == "offload"]
         if named:
             raise MemoptError.of(
                 "lower-needs-paths",
-                f"rule `{named[0].rules['residual']}` names `{named[0].path}` by path; torch's checkpoint sees "
-                "operators alone",
+                f"rule `{named[0].rules['residual']}` {'offloads' if named[0].residual == 'offload' else 'keeps'} "
+                f"`{named[0].path}`; torch's checkpoint sees operators alone, and keeps them on the device",
                 path=named[0].path,
-                hint="use memopt.apply_policy, or select by `op:` in this rule",
+                hint="use memopt.apply_policy, or keep what is to stay by `op:`",
             )
         return frozenset(kept)
 

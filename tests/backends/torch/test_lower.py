@@ -157,3 +157,29 @@ def test_operators_that_the_policy_keeps_are_not_run_again(tools: Any) -> None:
     whole = {**POLICY, "rules": [rule for rule in POLICY["rules"] if rule["name"] != "matmuls"]}
     assert forward_matmuls(POLICY) == 7  # six in layers and the output, none twice
     assert forward_matmuls(whole) > 7
+
+
+def _wrapped(lowered: Any) -> Any:
+    """What a trainer asks before it wraps a block."""
+    return lowered.checkpoint_context_fn("layers.0") if lowered.recomputes("layers.0") else None
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [{"name": "in", "action": "offload", "match": {"path": "layers.*.input"}}],
+        [{"name": "up", "action": "offload", "match": {"path": "layers.*.up"}}],
+        [{"name": "up", "action": "recompute", "match": {"path": "layers.*.up"}}],
+    ],
+    ids=["offload an input", "offload a value", "recompute one value"],
+)
+def test_what_a_checkpoint_cannot_do_is_refused_and_not_dropped(rules: list[dict[str, Any]]) -> None:
+    plan = memopt.make_plan({"version": 1, "rules": rules}, memopt.inspect_model(Transformer()), backend="torch")
+    with pytest.raises(MemoptError) as caught:
+        _wrapped(memopt_torch.lower(plan))
+    assert [problem.code for problem in caught.value.problems] == ["lower-needs-paths"]
+
+
+def test_a_unit_that_the_policy_leaves_alone_is_not_wrapped() -> None:
+    plan = memopt.make_plan({"version": 1}, memopt.inspect_model(Transformer()), backend="torch")
+    assert not memopt_torch.lower(plan).recomputes("layers.0")
