@@ -109,6 +109,16 @@ class Search:
         if best is None:
             raise infeasible(result, self.layout)
         _, self.solution, self.text, self.result = best
+        if all(action == "keep" for actions in self.solution.assignment for action in actions):
+            self._keep_everything()
+
+    def _keep_everything(self) -> None:
+        """All named values stay: where those without a name fit too, nothing needs to be computed again at all."""
+        header = describe(self.setting, self.wishes, self.solution)
+        text = self._text((), header=header, with_regions=False)
+        result = self._plan(text, "tuned")
+        if is_acceptable(result):
+            self.text, self.result = text, result
 
     def _plan(self, text: str, name: str) -> PlanResult:
         """Through the same file a user would load."""
@@ -162,14 +172,14 @@ class Search:
         again = solve(self.choices, max_cuts=self.max_cuts)
         return least if isinstance(again, Infeasible) else again
 
-    def _text(self, rules: Sequence[TensorRule], *, header: Sequence[str]) -> str:
+    def _text(self, rules: Sequence[TensorRule], *, header: Sequence[str], with_regions: bool = True) -> str:
         stacks = [stack.path for stack in self.setting.spec.stacks]
         return render_policy(
             header=header,
             settings=self.layout.settings,
             layout_rules=self.layout.rules,
             rules=rules,
-            units=[f"{path}.*" for path in stacks],
+            units=[f"{path}.*" for path in stacks] if with_regions else [],
             backend_options=self.layout.backend_options,
         )
 

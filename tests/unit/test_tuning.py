@@ -187,6 +187,12 @@ class TestSearch:
         assert hidden.result.measured.peak_bytes <= 30 * GIB
         assert hidden.solution.outcome.step_s >= plain.solution.outcome.step_s
 
+    def test_where_everything_fits_nothing_is_computed_again(self, sized_backend):
+        found = tuned(sized_backend(), budget_gib=70)
+        assert "recompute" not in found.text.partition("rules:")[2]
+        assert "offload" not in found.text.partition("rules:")[2]
+        assert found.result.fits
+
     def test_layers_are_treated_alike_where_cutting_a_stack_costs_bytes(self, sized_backend):
         """A compiler may copy what a cut scan needs; each such answer is over budget, however much is learnt."""
         from dataclasses import replace
