@@ -18,7 +18,7 @@ from memopt.spec import ModelSpec
 from memopt.workloads import Workload
 from memopt_torch import BACKEND, trace
 from memopt_torch.measure import StepMeter
-from memopt_torch.plan import cuts_of, estimate, find_runs, fit_step
+from memopt_torch.plan import _told, cuts_of, estimate, find_runs, fit_step
 from memopt_torch.testing import run_ranks
 from memopt_torch.trace import LayerCut, cut_plan
 
@@ -142,8 +142,8 @@ def test_planned_at_two_ranks_is_what_two_ranks_do(engine: str) -> None:
 
 
 EXTRAPOLATED = {
-    "offload, sharded": (14, policy(SHARD, INPUTS, RECOMPUTE), 8),
-    "half recomputed": (24, policy({**RECOMPUTE, "fraction": 0.5}), 1),
+    "offload, sharded": (12, policy(SHARD, INPUTS, RECOMPUTE), 8),
+    "the first ones recomputed": (15, policy({**RECOMPUTE, "match": {"unit": "layers.*", "layers": {"first": 2}}}), 1),
     "every second": (16, policy({**RECOMPUTE, "match": {"unit": "layers.*", "layers": {"every": 2}}}), 1),
 }
 
@@ -158,6 +158,7 @@ def test_what_few_layers_foretell_is_what_all_of_them_do(
     monkeypatch.setattr("memopt_torch.plan._WHOLE_UP_TO", 100)
     whole = fit_step(job, plan, spec)
     assert not few.is_whole
+    assert f"of {num_layers} layers" in few.note
     assert whole.is_whole
     assert few.segments[few.peak] == whole.segments[whole.peak]
     assert few.amounts == whole.amounts
@@ -165,14 +166,10 @@ def test_what_few_layers_foretell_is_what_all_of_them_do(
 
 
 def test_the_peaks_place_is_told_with_the_layers_number_in_the_whole_model() -> None:
-    job = workload(lambda: Model(14))
-    measured = planned(job, policy(RECOMPUTE))
-    assert measured.peak_event is not None
-    assert "layers" in measured.peak_event or "optimizer" in measured.peak_event
-    assert any("of 14 layers" in note for note in measured.notes)
-    assert measured.method == "fake-trace"
-    assert measured.left_out
-    assert measured.check() is measured
+    plan, spec = lowered(workload(lambda: Model(14)), policy(RECOMPUTE))
+    assert _told(("backward", "layers", "0/-2/0"), "mul.Tensor", plan, spec) == "backward of layers.12 (mul.Tensor)"
+    assert _told(("after", "layers", "0/-1/0"), "mm.default", plan, spec) == "after layers: head and loss (mm.default)"
+    assert _told(("optimizer",), "sqrt.default", plan, spec) == "the optimizer's step (sqrt.default)"
 
 
 def test_a_small_model_is_traced_whole_and_split_by_unit() -> None:
@@ -180,6 +177,10 @@ def test_a_small_model_is_traced_whole_and_split_by_unit() -> None:
     assert set(measured.by_unit) == {"layers.0", "layers.1", "layers.2", "embed", "head"}
     assert {tensor.unit for tensor in measured.largest} >= {"layers.0", "layers.2"}
     assert any("3 layers traced" in note for note in measured.notes)
+    assert measured.method == "fake-trace"
+    assert measured.peak_event
+    assert measured.left_out
+    assert measured.check() is measured
 
 
 def test_repeating_layers_are_found_with_their_period() -> None:
