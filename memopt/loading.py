@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from .backend import Backend, backend_names, load_backend
+from .backend import Backend
 from .errors import MemoptError, Problem, did_you_mean
 from .policy import Policy
+from .policy_checks import check_data, complete_options
 from .source import Source
 from .validation import problems_of
 from .yaml_nodes import parse
@@ -30,11 +30,12 @@ def load_policy(source: DocumentSource | Policy) -> Policy:
     if isinstance(source, Policy):
         return source
     data, place = read_document(source)
+    problems = check_data(data, place)
     try:
         policy = _validated(data, Policy, place).with_source(place)
     except MemoptError as error:
-        raise MemoptError([*error.problems, *_checks_of_data(data, place)]) from None
-    problems = [*_checks_of_data(data, place), *_mesh_problems(policy), *_option_problems(policy)]
+        together = sorted([*error.problems, *problems], key=lambda problem: (problem.line or 0, problem.column or 0))
+        raise MemoptError(together) from None
     if problems:
         raise MemoptError(problems)
     return policy
@@ -102,79 +103,10 @@ def _validated(data: Any, model: type[Model], place: Source) -> Model:
         raise MemoptError(problems_of(error, model, data, place)) from None
 
 
-def _checks_of_data(data: Any, place: Source) -> list[Problem]:
-    """What can be judged before the rules are valid: names given twice."""
-    rules = data.get("rules") if isinstance(data, Mapping) else None
-    if not isinstance(rules, list):
-        return []
-    names = [rule.get("name") if isinstance(rule, Mapping) else None for rule in rules]
-    counts = Counter(name for name in names if isinstance(name, str))
-    return [
-        Problem(
-            "rule-name-twice",
-            f"rule {names.index(name)} is called `{name}` already",
-            hint="names are how the plan and every message point at a rule: make each unique",
-            **place.at(("rules", i, "name")),
-        )
-        for i, name in enumerate(names)
-        if isinstance(name, str) and counts[name] > 1 and names.index(name) != i
-    ]
-
-
-def _mesh_problems(policy: Policy) -> list[Problem]:
-    mesh = policy.mesh or {}
-    problems = [
-        Problem(
-            "mesh-size",
-            f"axis `{axis}` has size {size}; sizes are 1 and more, or -1 for what is left",
-            hint=f"write `{axis}: -1`, or take the axis out",
-            **policy.source.at(("mesh", axis)),
-        )
-        for axis, size in mesh.items()
-        if size < 1 and size != -1
-    ]
-    free = [axis for axis, size in mesh.items() if size == -1]
-    if len(free) > 1:
-        problems.append(
-            Problem(
-                "mesh-size",
-                f"{' and '.join(f'`{axis}`' for axis in free)} are both -1; one axis at most takes what is left",
-                hint="give all but one a size",
-                **policy.source.at(("mesh", free[1])),
-            )
-        )
-    return problems
-
-
-def _option_problems(policy: Policy) -> list[Problem]:
-    """Each backend's options by that backend's own model."""
-    problems: list[Problem] = []
-    known = backend_names() if policy.backend_options else ()
-    for name in policy.backend_options:
-        if name not in known:
-            message = f"no backend is called `{name}`; there are {', '.join(known) or 'none'}"
-            hint = did_you_mean(name, known)
-            problems.append(
-                Problem("unknown-backend", message, hint=hint, **policy.source.at(("backend_options", name)))
-            )
-            continue
-        try:
-            validate_options(policy, load_backend(name))
-        except MemoptError as error:
-            problems.extend(error.problems)
-    return problems
-
-
 def validate_options(policy: Policy, backend: Backend) -> dict[str, Any]:
     """This backend's options, checked by its own model, defaults filled in.
 
     Raises:
         MemoptError: With every problem found.
     """
-    model = backend.options()
-    written = policy.backend_options.get(backend.name, {})
-    prefix = ("backend_options", backend.name)
-    try:
-        return model.model_validate_json(json.dumps(written), strict=True).model_dump(mode="json")
-    except ValidationError as error:
-        raise MemoptError(problems_of(error, model, written, policy.source, prefix=prefix)) from None
+    return complete_options(backend, policy.backend_options.get(backend.name, {}), policy.source)

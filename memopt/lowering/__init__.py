@@ -15,6 +15,7 @@ from .mesh import Mesh, existing_axes, lower_mesh
 from .refusals import refuse
 from .rows import make_rows
 from .rules import cover
+from .selectors import needs_units
 from .slots import decide, shadowed
 from .units import lower_units
 
@@ -45,12 +46,17 @@ def make_plan(
     capabilities = backend.capabilities(options)
     problems: list[Problem] = []
     mesh = lower_mesh(policy, spec, world_size, problems)
+    num_before = len(problems)
     units = lower_units(policy, spec, problems)
-    _raise(problems)  # rules cannot be judged over units or axes that do not exist
+    has_units = len(problems) == num_before
     entries = make_entries(policy, spec, units)
     coverage = [cover(policy, i, entries, spec, units) for i in range(len(policy.rules))]
-    problems += [problem for one in coverage for problem in one.problems]
+    for rule, one in zip(policy.rules, coverage, strict=True):
+        # Over units that are not there, rules about units cannot be judged.
+        problems += one.problems if has_units or not needs_units(rule) else []
     problems += _unknown_axes(policy, mesh, spec)
+    if not has_units:
+        _raise(problems)
     decisions = decide(policy, entries, coverage)
     problems += shadowed(policy, coverage, decisions)
     problems += refuse(
@@ -78,7 +84,7 @@ def make_plan(
 
 def _raise(problems: list[Problem] | tuple[Problem, ...]) -> None:
     if problems:
-        raise MemoptError(problems)
+        raise MemoptError(sorted(problems, key=lambda problem: (problem.line or 0, problem.column or 0)))
 
 
 def _unknown_axes(policy: Policy, mesh: Mesh, spec: ModelSpec) -> list[Problem]:

@@ -31,6 +31,11 @@ def _names_activations(match: Match) -> bool:
     return by_input or any(selector is not None for selector in (match.tensor, match.op, match.name))
 
 
+def needs_units(rule: Rule) -> bool:
+    """Whether what a rule selects depends on the units."""
+    return rule.match.unit is not None or "activation" in acting_roles(rule)
+
+
 def is_selected(rule: Rule, entry: Entry, units: UnitTable) -> bool:
     """Whether all selectors but `layers` hold."""
     match, tensor = rule.match, entry.tensor

@@ -137,8 +137,8 @@ def test_every_problem_is_reported_at_once_in_order(tmp_path: Path) -> None:
     assert problems(text, tmp_path) == [
         ("unknown-key", 2, "msh"),
         ("wrong-value", 4, "rules.0.action"),
-        ("unknown-key", 5, "rules.1.match.rol"),
         ("rule-name-twice", 5, "rules.1.name"),
+        ("unknown-key", 5, "rules.1.match.rol"),
     ]
 
 
@@ -219,6 +219,16 @@ class _Note(BaseModel):
 
     title: str
     steps: int = 1
+
+
+def test_a_misspelt_key_hides_no_other_problem(tmp_path: Path) -> None:
+    text = "version: 1\nmsh: {}\nmesh: {fsdp: 0}\nbackend_options:\n  jaxx: {}\n  torch: {engin: layer}\n"
+    assert [code for code, _, _ in problems(text, tmp_path)] == [
+        "unknown-key",
+        "mesh-size",
+        "unknown-backend",
+        "unknown-key",
+    ]
 
 
 def test_any_document_gets_the_same_errors(tmp_path: Path) -> None:

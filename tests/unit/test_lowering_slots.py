@@ -263,3 +263,27 @@ def test_sizes_that_are_unknown_are_noted_by_min_bytes(rules, llama_spec, fake_b
     plan = make_plan(policy, replace(spec, tensors=unknown), backend=fake_backend())
     assert plan.row("layers.0.self_attn.q", "activation").residual == "keep"
     assert "rule `big`: `min_bytes` leaves out 1 tensors of unknown size, `layers.0.self_attn.q`" in plan.warnings
+
+
+def test_a_mesh_that_does_not_fit_hides_no_other_problem(rules, llama_spec, fake_backend) -> None:
+    policy = rules(
+        {"action": "shard", "match": {"role": "param"}},
+        {"action": "keep", "match": {"path": "nowhere"}},
+        {"action": "keep", "match": {"role": "param", "path": "lm_head.*"}},
+        mesh={"replicate": 1, "fsdp": 2},
+    )
+    with pytest.raises(MemoptError) as error:
+        make_plan(policy, llama_spec(), backend=fake_backend(), world_size=3)
+    assert sorted(codes(error)) == ["dead-rule", "mesh-world"]
+
+
+def test_a_unit_that_is_not_there_hides_no_problem_of_state(rules, llama_spec, fake_backend) -> None:
+    policy = rules(
+        {"action": "recompute", "match": {"unit": "layer.*"}},
+        {"action": "shard", "match": {"role": "param", "path": "lm_haed.*"}},
+        {"action": "shard", "match": {"role": "param"}, "axis": "fdsp"},
+        units=["layer.*"],
+    )
+    with pytest.raises(MemoptError) as error:
+        make_plan(policy, llama_spec(), backend=fake_backend())
+    assert sorted(codes(error)) == ["dead-rule", "unit-matches-nothing", "unknown-axis"]
