@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,35 @@ pytest_collect_file = Sybil(
     teardown=_leave_scratch,
 ).pytest()
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that fork ranks come first: once JAX has run in a process, with its threads, forking it may deadlock."""
+    items.sort(key=lambda item: not _forks(item.path))
+
+
+@cache
+def _forks(path: Path) -> bool:
+    return path.suffix == ".py" and "memopt_torch.testing" in path.read_text(encoding="utf-8")
+
+
 collect_ignore = [str(ROOT / "docs" / "tutorial")]
+
+
+def _turn(item: pytest.Item) -> int:
+    """When a test's file comes: the longest first, then files that fork ranks, then all others."""
+    if item.path.name == "test_quickstart.py":
+        return 0
+    names = vars(getattr(item, "module", pytest))
+    return 1 if any(getattr(value, "__module__", None) == "memopt_torch.testing" for value in names.values()) else 2
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A process whose JAX has started must not fork, so files that fork torch ranks run before any that starts JAX.
+
+    xdist hands files out in this order too (`--no-loadscope-reorder`), so it holds within each worker.
+    """
+    items.sort(key=_turn)
 
 
 @pytest.fixture(autouse=True, scope="session")
