@@ -314,7 +314,7 @@ class _Stays:
 class _Pattern:
     """What autograd saves in one forward of a unit, in order, and which of it goes to the host."""
 
-    forms: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    forms: tuple[tuple[int, torch.dtype], ...]
     sent: frozenset[int]
 
 
@@ -419,8 +419,9 @@ class SavedRegion:
         return unpack
 
 
-def _form(tensor: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    return ((tuple(tensor.shape), tensor.dtype),)
+def _form(tensor: Any) -> tuple[tuple[int, torch.dtype], ...]:
+    """What tells saved tensors apart; sizes may change from batch to batch."""
+    return ((tensor.dim(), tensor.dtype),)
 
 
 @dataclass(eq=False)

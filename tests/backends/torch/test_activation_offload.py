@@ -120,6 +120,19 @@ def test_two_forwards_before_their_backwards_do_not_mix_up_values() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
+@pytest.mark.parametrize("rules", [[WIDE], [INPUTS, WIDE, REST]], ids=["saved tensors", "recomputed"])
+def test_batches_of_changing_length_are_offloaded_like_any(rules: list[dict[str, Any]]) -> None:
+    plain, applied = Model(), Model()
+    run = memopt.apply_policy(applied, policy(*rules))
+    for seed, length in enumerate((16, 24, 8, 24)):
+        inputs = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(seed))
+        before = run.regions.transfers.to_host_bytes
+        assert all(torch.equal(a, b) for a, b in zip(step(plain, seed, inputs), step(applied, seed, inputs)))
+        sent = run.regions.transfers.to_host_bytes - before
+        # Where the rest is recomputed, the input and the result of `up` (twice as wide) travel too.
+        assert sent == (LAYERS - 1) * 2 * length * WIDTH * 4 * (1 if rules == [WIDE] else 4)
+
+
 # Faults put in on purpose must be seen.
 
 
