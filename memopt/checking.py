@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .backend import Backend, backend_names, load_backend, missing_frameworks, require_frameworks
-from .errors import MemoptError, Problem
+from .errors import MemoptError, Problem, all_of
 from .loading import load_policy, validate_options
 from .policy import Policy
 
@@ -56,11 +56,14 @@ def plan_for(policy: Path, workload: str, backend: str, *, world_size: int | Non
     from .lowering import make_plan
     from .workloads import load_workload
 
-    chosen = load_backend(backend)
-    loaded = load_policy(policy)
-    require_frameworks(backend)
+    chosen, loaded, described, _ = all_of(
+        lambda: load_backend(backend),
+        lambda: load_policy(policy),
+        lambda: load_workload(workload),
+        lambda: require_frameworks(backend),
+    )
     options = validate_options(loaded, chosen)
-    spec = chosen.inspect_workload(load_workload(workload))
+    spec = chosen.inspect_workload(described)
     size = world_size or least_world(loaded)
     return make_plan(loaded, spec, backend=chosen, world_size=size, options=options)
 

@@ -7,7 +7,7 @@ Each code has an entry in `docs/errors/`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -67,6 +67,24 @@ class MemoptError(Exception):
     def of(cls, code: str, message: str, *, hint: str | None = None, path: str | None = None) -> MemoptError:
         """A `MemoptError` with a single problem."""
         return cls(Problem(code=code, message=message, hint=hint, path=path))
+
+
+def all_of(*calls: Callable[[], Any]) -> tuple[Any, ...]:
+    """What each call gives; where some fail, the problems of all of them together.
+
+    Raises:
+        MemoptError: With every problem of every call.
+    """
+    results: list[Any] = []
+    problems: list[Problem] = []
+    for call in calls:
+        try:
+            results.append(call())
+        except MemoptError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise MemoptError(problems)
+    return tuple(results)
 
 
 class MemoptWarning(UserWarning):

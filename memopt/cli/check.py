@@ -24,14 +24,18 @@ def check(
     """
     from ..backend import load_backend, require_frameworks
     from ..checking import least_world
+    from ..errors import all_of
     from ..loading import load_policy
     from ..workloads import load_workload
 
-    chosen = load_backend(backend)
-    loaded = load_policy(policy)
-    require_frameworks(backend)
+    chosen, loaded, described, _ = all_of(
+        lambda: load_backend(backend),
+        lambda: load_policy(policy),
+        lambda: load_workload(workload),
+        lambda: require_frameworks(backend),
+    )
     size = world_size or least_world(loaded)
-    result = chosen.check(load_workload(workload), loaded, world_size=size, seed=seed)
+    result = chosen.check(described, loaded, world_size=size, seed=seed)
     if as_json:
         print(json.dumps(result.to_json(), indent=2))
     else:

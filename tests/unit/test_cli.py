@@ -133,6 +133,7 @@ def test_without_a_backend_only_what_none_can_do_is_a_problem(
 
 def test_a_missing_framework_is_one_line_with_the_install_command(capsys, good, monkeypatch) -> None:
     monkeypatch.setattr("memopt.backend.find_spec", lambda name: None if name == "torch" else name)
+    monkeypatch.setattr("memopt.workloads.load_workload", lambda reference: reference)
     model = ("--workload", "w.yaml", "--backend", "torch")
     for command in ("validate", "explain", "check"):
         code, out, _ = run(capsys, command, good, *model, "--json")
@@ -213,6 +214,18 @@ def test_explain_shows_equal_layers_as_one_line_and_what_was_inferred(capsys, ex
     assert out.count("layers.*.self_attn.q_proj.weight") == 1
     assert "in all: param on device" in out
     assert err == ""
+
+
+@pytest.mark.parametrize("command", ["explain", "check"])
+def test_what_is_wrong_with_each_argument_is_said_at_once(capsys, bad, command) -> None:
+    arguments = (command, bad, "--workload", "nowhere.yaml", "--backend", "jx", "--json")
+    code, out, _ = run(capsys, *arguments)
+    assert code == 1
+    assert [problem["code"] for problem in json.loads(out)["problems"]] == [
+        "unknown-backend",
+        "unknown-key",
+        "workload-not-found",
+    ]
 
 
 def test_explain_can_be_asked_about_one_tensor(capsys, explained) -> None:
