@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,17 +42,6 @@ pytest_collect_file = Sybil(
     setup=_enter_scratch,
     teardown=_leave_scratch,
 ).pytest()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that fork ranks come first: once JAX has run in a process, with its threads, forking it may deadlock."""
-    items.sort(key=lambda item: not _forks(item.path))
-
-
-@cache
-def _forks(path: Path) -> bool:
-    return path.suffix == ".py" and "memopt_torch.testing" in path.read_text(encoding="utf-8")
-
 
 collect_ignore = [str(ROOT / "docs" / "tutorial")]
 
