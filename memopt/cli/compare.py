@@ -85,15 +85,17 @@ def _difference(value: float | None) -> str:
 def _say_what_is_left(console: Console, comparison: Comparison, out: Path) -> None:
     for row in comparison.rows:
         if not row.ok:
-            console.print(f"[red]{row.backend} {row.policy}[/]: {escape(row.reason or '')}", highlight=False)
+            console.print(
+                f"[red]{row.backend} {row.policy}[/]: {escape(row.reason or '')}", highlight=False, soft_wrap=True
+            )
     if not comparison.complete:
         console.print("[yellow]interrupted: the finished rows are kept[/]")
     if comparison.page is None:
         console.print("no page: plotly is not installed; pip install 'memopt\\[report]'")
     else:
-        console.print(f"page: {comparison.page}")
+        console.print(f"page: {comparison.page}", highlight=False, soft_wrap=True)
     if comparison.rows:
-        console.print(f"results: {out / 'results.json'}")
+        console.print(f"results: {out / 'results.json'}", highlight=False, soft_wrap=True)
 
 
 class _Bars:
