@@ -20,15 +20,15 @@ from torch.utils.hooks import RemovableHandle
 
 from memopt.errors import MemoptError, MemoptWarning
 
-from .arena import Arena, ArenaPlan, Tenant, UnitSizes, plan_arena
+from .arena import ArenaPlan, plan_arena
+from .assembly import check_requests, materialise, sizes_of, unit_from
 from .collectives import Collectives, Groups
-from .meta import MetaInitialiser, has_meta
-from .optimizers import note_owner, note_replacement
+from .gathering import Gathering
 from .reduction import Reduction
 from .schedule import Schedule
 from .sharded import whole_tensor
 from .traversal import tensors_in
-from .units import Dtypes, Section, Unit, UnitRequest, Use, check_requests, free_replaced, unit_from
+from .units import Dtypes, Unit, UnitRequest, Use
 
 
 def in_backward_pass() -> bool:
@@ -51,7 +51,7 @@ class _UnitInput(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
-class Engine:
+class Engine(Gathering):
     """Shards a model by units and keeps it trainable by plain PyTorch code.
 
     Args:
@@ -91,7 +91,7 @@ class Engine:
         ]
         layers = {request.name for request in requests if request.is_layer}
         self.accumulate_steps = accumulate_steps
-        self.arena_plan = plan_arena(self._sizes(layers), grad_slots=grad_slots)
+        self.arena_plan = plan_arena(sizes_of(self, layers), grad_slots=grad_slots)
         for unit in self.units:
             unit.keep = unit.keep or unit.name in self.arena_plan.kept
         self.schedule = Schedule(self.units)
@@ -99,81 +99,10 @@ class Engine:
         self.paused = False
         self.weights_version = 0
         self._handles: list[RemovableHandle] = []
-        self._materialise()
+        self.arena = materialise(self)
         self._register()
 
-    # ------------------------------------------------------------------ construction
-
-    def _sizes(self, layers: set[str]) -> list[UnitSizes]:
-        return [
-            UnitSizes(
-                name=unit.name,
-                weight_nbytes=sum(
-                    s.padded_numel * s.compute_dtype.itemsize for s in unit.sections if s.gathers_into_arena
-                ),
-                grad_nbytes=sum(
-                    s.padded_numel * s.reduce_dtype.itemsize for s in unit.sections if self._slot_in_arena(s)
-                ),
-                needs_weights_in_backward=unit.needs_weights_in_backward,
-                is_layer=unit.name in layers,
-                keep=unit.keep,
-                resident=unit.resident,
-                prefetch_forward=unit.prefetch_forward,
-                prefetch_backward=unit.prefetch_backward,
-            )
-            for unit in self.units
-        ]
-
-    def _slot_in_arena(self, section: Section) -> bool:
-        """Gradients kept whole between micro-batches cannot share memory with other units'."""
-        return section.stages_gradients and self.accumulate_steps == 1
-
-    def _materialise(self) -> None:
-        """Allocates shards unit by unit (letting each unit's own parameters go), then the arena."""
-        meta = MetaInitialiser(self.model) if has_meta(self.model) else None
-        for unit in self.units:
-            if meta is not None:
-                meta.initialise_unit(unit)
-            originals = [entry.held for _, entry in unit.entries()]
-            for section in unit.sections:
-                section.materialise()
-                section.make_parameters(self.groups.gather)
-                section.swap(used=False)
-            for original, (section, entry) in zip(originals, unit.entries(), strict=True):
-                note_owner(entry.held, self)
-                if not section.in_place:
-                    note_replacement(original, entry.held)
-                    free_replaced(original)
-        if meta is not None:
-            meta.initialise_buffers(self.model)
-        device = next((s.device for unit in self.units for s in unit.sections), torch.device("cpu"))
-        self.arena = Arena(self.arena_plan, device=device)
-        for unit, weights_at, gradients_at in zip(
-            self.units, self.arena_plan.offsets[::2], self.arena_plan.offsets[1::2], strict=True
-        ):
-            for section in unit.sections:
-                weights_at, gradients_at = self._lay_out(section, weights_at, gradients_at)
-
-    def _lay_out(self, section: Section, weights_at: int, gradients_at: int) -> tuple[int, int]:
-        """Gives a section its places in the arena; returns where the unit's next section goes."""
-        if section.gathers_into_arena:
-            section.gathered = self.arena.view(weights_at, section.padded_numel, section.compute_dtype)
-            nbytes = section.padded_numel * section.compute_dtype.itemsize
-            section.weights = self.arena.tenant("weights", section, offset=weights_at, nbytes=nbytes)
-            weights_at += nbytes
-        elif section.whole is not None:
-            section.gathered = section.whole
-        if section.stages_gradients and not self._slot_in_arena(section):
-            section.slot = torch.zeros(section.padded_numel, dtype=section.reduce_dtype, device=section.device)
-        elif section.stages_gradients:
-            nbytes = section.padded_numel * section.reduce_dtype.itemsize
-            section.slot = self.arena.view(gradients_at, section.padded_numel, section.reduce_dtype)
-            section.gradients = self.arena.tenant("gradients", section, offset=gradients_at, nbytes=nbytes)
-            gradients_at += nbytes
-        section.make_views()
-        if self.reduction.manages(section):
-            section.make_gradients()
-        return weights_at, gradients_at
+    # ------------------------------------------------------------------ hooks
 
     def _register(self) -> None:
         for unit in self.units:
@@ -212,97 +141,6 @@ class Engine:
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
-    # ------------------------------------------------------------------ weights
-
-    def gather(self, unit: Unit) -> None:
-        """Issues what brings a unit's weights; `make_ready` waits for it."""
-        if unit.state != "sharded":
-            return
-        for section in unit.sections:
-            if section.in_place:
-                continue
-            self._refresh(unit, section)
-            section.gathered_version = section.shard._version
-            if section.weights is None:
-                continue
-            self.acquire(section.weights)
-            shard = section.shard
-            if section.layout != "shard":  # every rank has the values: a cast is all it takes
-                source = section.whole if section.whole is not None else shard
-                section.gathered.copy_(source)
-                continue
-            if section.compute_dtype != section.held_dtype:  # cast into our own place and gather there: no second copy
-                own = section.own_part(section.gathered)
-                own.copy_(shard)
-                shard = own
-            unit.pending.append(self.collectives.all_gather(section.gathered, shard, unit=unit.name))
-        unit.state = "gathering"
-
-    def _refresh(self, unit: Unit, section: Section) -> None:
-        """Whole parameters with sharded state: brings the other ranks' updates after an optimizer step."""
-        if section.layout in ("zero1", "zero2") and section.stale:
-            assert section.whole is not None  # such layouts keep every value
-            self.collectives.all_gather(section.whole, section.shard, unit=unit.name).wait()
-            section.stale = False
-
-    def make_ready(self, unit: Unit) -> None:
-        """Returns when the unit's modules see its whole weights."""
-        if unit.state == "ready":
-            return
-        self.gather(unit)
-        for pending in unit.pending:
-            pending.wait()
-        unit.pending.clear()
-        for section in unit.sections:
-            section.swap(used=True)
-        unit.state = "ready"
-        unit.evicted = False
-
-    def release(self, unit: Unit) -> None:
-        """Gives the unit's weight memory back; the modules see sharded parameters again, never another unit's data."""
-        if unit.state == "sharded":
-            return
-        for pending in unit.pending:
-            pending.wait()
-        unit.pending.clear()
-        for section in unit.sections:
-            section.swap(used=False)
-            if section.weights is not None:
-                section.weights.occupied = False
-        unit.state = "sharded"
-
-    def acquire(self, tenant: Tenant) -> None:
-        """Makes a block's memory ours: whoever shares it finishes first."""
-        for other in tenant.neighbours:
-            if other.occupied:
-                self._vacate(other)
-        tenant.occupied = True
-
-    def _vacate(self, tenant: Tenant) -> None:
-        section: Any = tenant.owner
-        if tenant.kind == "gradients":
-            self.reduction.flush(section)
-            return
-        unit: Unit = section.unit
-        if unit.active or unit.resident:
-            raise MemoptError.of(
-                "unit-overlap",
-                f"another unit is called while `{unit.name}` runs, and the two share memory",
-                path=unit.name,
-                hint="put both modules in one unit (`group: true`), or use backend_options.torch.engine: fsdp2",
-            )
-        unit.evicted = unit.in_backward
-        self.release(unit)
-
-    def prefetch(self, units: Iterable[Unit]) -> None:
-        """Gathers units ahead, as far as their memory is free."""
-        for unit in units:
-            if unit.state != "sharded" or unit.resident or not unit.moves:
-                continue
-            if any(o.occupied for s in unit.sections if s.weights is not None for o in s.weights.neighbours):
-                return
-            self.gather(unit)
-
     # ------------------------------------------------------------------ forward
 
     def before_model(self) -> None:
@@ -310,6 +148,7 @@ class Engine:
         if self.paused or in_backward_pass():
             return
         self.recover()
+        self._refuse_unfrozen()
         self.schedule.start_forward()
         for unit in self.units:
             unit.active = 0
@@ -319,6 +158,22 @@ class Engine:
             if unit.resident:
                 self.make_ready(unit)
         self.prefetch(self.schedule.ahead_forward(None))
+
+    def _refuse_unfrozen(self) -> None:
+        """A parameter that was frozen when the policy was applied has no gradient memory and no reduction."""
+        for unit in self.units:
+            for section in unit.sections:
+                if section.trainable or (section.in_place and self.groups.world is None):
+                    continue
+                for entry in section.entries:
+                    if entry.held.requires_grad:
+                        raise MemoptError.of(
+                            "unfrozen-after-policy",
+                            "the parameter was frozen when the policy was applied, and so was given no gradient memory",
+                            path=entry.path,
+                            hint="set requires_grad before apply_policy for all that will be trained; freezing later "
+                            "is fine, and so is thawing what was trainable then",
+                        )
 
     def after_model(self, output: Any) -> None:
         """The whole model has returned."""

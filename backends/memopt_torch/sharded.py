@@ -297,7 +297,8 @@ def _same_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
         if not fits:
             raise _refusal(func, tensor, f"a view of shape {tuple(args[1])} needs the whole tensor")
-    return ShardedTensor(tensor.local.detach(), tensor.slice)
+    # The very tensor: a detached one would have a version counter of its own, and writes to it would go unnoticed.
+    return ShardedTensor(tensor.local, tensor.slice)
 
 
 def _refusal(func: Any, tensor: ShardedTensor, why: str) -> MemoptError:
@@ -339,15 +340,27 @@ def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ten
     return _reduced(aten.sum.default, args, "SUM") / args[0].slice.shape.numel()
 
 
-def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    result = _handler(func)(func, args, kwargs)
+    if func._schema.is_mutable:
+        # Below autograd nothing counts writes; the engine tells by the count whether gathered copies are out of date.
+        target = kwargs.get("out", args[0])
+        written = _unwrap(target) if isinstance(target, list | tuple) else [local_tensor(target)]
+        torch.autograd.graph.increment_version(written)
+    return result
+
+
+def _handler(func: Any) -> Callable[[Any, Any, dict[str, Any]], Any]:
+    """What runs an operator on slices."""
     handler = _TABLE.get(func)
     if handler is not None:
-        return handler(func, args, kwargs)
-    name = func._schema.name
-    if name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")):
-        return _foreach(func, args, kwargs)
+        return handler
+    if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")):
+        return _foreach
     if func is aten.mean.default:
-        return _mean(func, args, kwargs)
-    if torch.Tag.pointwise in func.tags:
-        return _pointwise(func, args, kwargs)
+        return _mean
+    return _pointwise if torch.Tag.pointwise in func.tags else _refused
+
+
+def _refused(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     raise _refusal(func, _first([*args, *kwargs.values()]), "it needs the whole tensor")

@@ -13,8 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from memopt.errors import MemoptError
-
 from .arena import Tenant
 from .collectives import Pending
 from .sharded import FlatSlice, ShardedTensor, local_tensor
@@ -204,6 +202,7 @@ class Section:
                 held[at : at + entry.stop - entry.start].copy_(flat[entry.start : entry.stop])
         self.whole = held if keeps_all else None
         self.shard = self.own_part(held) if keeps_all else held
+        self.gathered_version = self.shard._version
 
     def _adopt(self) -> None:
         """Parameters that stay as they are. A lone one needs no flat run; gradients get one for a single reduction."""
@@ -363,62 +362,3 @@ class Use:
     def __del__(self) -> None:
         if hasattr(self, "_done"):  # a tracer may make one without calling __init__
             self.finish()
-
-
-def sections_of(unit: Unit, requests: Sequence[ParameterRequest], dtypes: Dtypes, *, size: int, rank: int) -> None:
-    """Fills `unit.sections`: parameters that can share a collective share one."""
-    groups: dict[tuple, list[ParameterRequest]] = {}
-    for request in requests:
-        parameter = request.parameter
-        layout = request.layout if size > 1 else "whole"
-        key = (layout, parameter.requires_grad, parameter.dtype, dtypes.of(parameter), parameter.device)
-        groups.setdefault(key, []).append(request)
-    for group in groups.values():
-        unit.sections.append(Section(unit, group, dtypes, size=size, rank=rank))
-
-
-def free_replaced(parameter: nn.Parameter) -> None:
-    """Frees the memory of a parameter that is no longer the model's, whoever still holds it."""
-    parameter.grad = None
-    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-
-
-def embedding_only(modules: Sequence[nn.Module]) -> bool:
-    """Whether weights are not read in backward: torch's own embedding, whose gradient is a scatter of the output's."""
-    return all(type(module) is nn.Embedding and "forward" not in vars(module) for module in modules)
-
-
-def unit_from(request: UnitRequest, index: int, dtypes: Dtypes, *, size: int, rank: int) -> Unit:
-    """A unit with its sections; nothing is allocated and the model is not touched."""
-    unit = Unit(
-        name=request.name,
-        index=index,
-        modules=request.modules,
-        sections=[],
-        keep=not request.reshard_after_forward,
-        resident=request.resident,
-        needs_weights_in_backward=request.resident or not embedding_only(request.modules),
-        prefetch_forward=request.prefetch_forward,
-        prefetch_backward=request.prefetch_backward,
-    )
-    sections_of(unit, request.parameters, dtypes, size=size, rank=rank)
-    return unit
-
-
-def check_requests(requests: Sequence[UnitRequest]) -> None:
-    """Refuses parameters claimed twice.
-
-    Raises:
-        MemoptError: `overlapping-units`.
-    """
-    owner: dict[int, str] = {}
-    for request in requests:
-        for parameter in request.parameters:
-            other = owner.setdefault(id(parameter.parameter), request.name)
-            if other != request.name:
-                raise MemoptError.of(
-                    "overlapping-units",
-                    f"`{parameter.path}` is in the units `{other}` and `{request.name}`",
-                    path=parameter.path,
-                    hint="make the patterns disjoint, or put tied modules in one unit with `group: true`",
-                )

@@ -266,3 +266,41 @@ def test_stepping_between_forward_and_backward_is_refused() -> None:
         return caught.value.problems[0].code
 
     assert run_ranks(job, 2) == ["weights-changed-since-forward"] * 2
+
+
+def test_unfreezing_after_the_policy_is_refused_and_freezing_is_not() -> None:
+    """A parameter without gradient memory would train on no rank, or on each by itself."""
+
+    def job(sharded: bool) -> tuple[str, str | None]:
+        model = Model()
+        model.blocks[1].requires_grad_(False)
+        memopt.apply_policy(model, policy(*([SHARD] if sharded else [])))
+        loss_of(model, 0).backward()
+        model.blocks[0].requires_grad_(False)
+        loss_of(model, 1).backward()
+        model.blocks[1].linear.weight.requires_grad_(True)
+        with pytest.raises(MemoptError) as caught:
+            loss_of(model, 2)
+        return caught.value.problems[0].code, caught.value.problems[0].path
+
+    for sharded in (True, False):
+        assert run_ranks(job, 2, sharded) == [("unfrozen-after-policy", "blocks.1.linear.weight")] * 2
+
+
+@pytest.mark.parametrize("role", ["param", "optimizer_state"])
+def test_weights_written_by_hand_are_what_every_rank_computes_with(role: str) -> None:
+    """A plain state dict loaded into a model under a policy reaches every rank's copy, gathered or kept whole."""
+
+    def job() -> bool:
+        torch.manual_seed(1)
+        donor = Model()
+        with torch.no_grad():
+            for parameter in donor.parameters():
+                parameter.mul_(1.5)
+        model = Model()
+        memopt.apply_policy(model, policy({**SHARD, "match": {"role": role}}))
+        loss_of(model, 0)  # leaves its last units gathered: no backward comes
+        model.load_state_dict(donor.state_dict())
+        return torch.equal(loss_of(model, 1), loss_of(donor, 1))
+
+    assert run_ranks(job, 2) == [True, True]
