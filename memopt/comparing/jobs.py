@@ -176,6 +176,6 @@ def _stalled(stall_s: float, seen: _Seen, log: Path) -> str:
 
 
 def last_words(log: Path) -> str:
-    """The end of a worker's output, and where the whole of it is."""
+    """The end of a worker's output; the whole of it goes with the scratch folder."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return f"its last words ({log}):\n" + "\n".join(lines[-_LOG_LINES:])
+    return "its last words:\n" + "\n".join(lines[-_LOG_LINES:])
