@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from memopt.errors import MemoptError, Problem
 from memopt.plan import Plan
@@ -94,7 +95,7 @@ class CompiledStep:
     def executable(self, first: Any, second: Any, batch: Any) -> Executable:
         """The compiled step for arguments of these shapes."""
         leaves, structure = jax.tree.flatten((first, second, batch))
-        known = (structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
+        known = (structure, tuple((jnp.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves))
         if known not in self._executables:
             self._executables[known] = self.compile(first, second, batch)
         return self._executables[known]

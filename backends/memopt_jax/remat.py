@@ -190,6 +190,15 @@ class _Hole:
 _HOLE = _Hole()
 
 
+def _for_policy(body: Callable[[list[Any]], list[Any]], policy: RegionPolicy) -> Callable[[list[Any]], list[Any]]:
+    """A body whose inner checkpoints hold although the policy keeps what it does not name."""
+    if not isinstance(policy, UnitPolicy) or policy.unnamed != "keep":
+        return body
+    from .inner_checkpoints import respected  # reads programs with the help of this module's policies
+
+    return respected(body)
+
+
 def run_region(body: Callable[..., Any], arguments: Any, *, policy: RegionPolicy | None, prevent_cse: bool) -> Any:
     """Call `body(arguments)` as a recomputed region.
 
@@ -212,7 +221,7 @@ def run_region(body: Callable[..., Any], arguments: Any, *, policy: RegionPolicy
         static_out.append(static)
         return outputs
 
-    outputs = jax.checkpoint(traced, policy=policy, prevent_cse=prevent_cse)(arrays)
+    outputs = jax.checkpoint(_for_policy(traced, policy), policy=policy, prevent_cse=prevent_cse)(arrays)
     if not static_out:
         raise RuntimeError("jax.checkpoint did not trace the region's body")
     return static_out[-1].join(outputs)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from .inner_checkpoints import respected
 from .jaxprs import scan_counts
 from .remat import CUTTING, StackPolicy, Static
 from .values import equations, inner_jaxprs
@@ -144,10 +145,12 @@ def _equation(eqn: Any, inputs: list[Any], layer: _Layer | None) -> list[Any]:
 def _region(eqn: Any, inputs: list[Any], *, replace_policy: Any, prevent_cse: bool) -> list[Any]:
     jaxpr = eqn.params["jaxpr"]
 
-    def body(*values: Any) -> list[Any]:
+    def body(values: list[Any]) -> list[Any]:
         return _evaluate(jaxpr, (), values, None)
 
-    return list(jax.checkpoint(body, policy=replace_policy, prevent_cse=prevent_cse)(*inputs))
+    if replace_policy.unnamed == "keep":
+        body = respected(body)
+    return list(jax.checkpoint(body, policy=replace_policy, prevent_cse=prevent_cse)(list(inputs)))
 
 
 def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:

@@ -67,7 +67,7 @@ def build_step(workload: Any, plan: Plan, spec: ModelSpec, *, mesh: AnyMesh) -> 
         spec: What `inspect_workload` gave.
         mesh: With or without devices.
     """
-    refuse_precision(plan)
+    refuse_precision(plan, spec)
     made = workload if isinstance(workload, Workload) else workloads.build(workload)
     model = _abstract_model(made)
     existing = {tensor.path: tensor.sharding for tensor in spec.tensors if tensor.sharding}

@@ -280,3 +280,44 @@ def test_a_tensor_no_device_count_divides_is_refused_by_name_axis_and_size() -> 
     placed = run.place_params(params)
     assert placed["head"].addressable_shards[0].data.shape == (4, 13)
     assert placed["one"].addressable_shards[0].data.shape == (1,)
+
+
+class InnerRemat(WideNet):
+    """A scanned stack whose layers drop their widest value themselves."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def frugal(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+            return jnp.tanh(x @ up) @ down
+
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x: jax.Array, layer: Frugal) -> jax.Array:
+            return layer(x, jax.checkpoint(frugal))
+
+        return run(x, self.layers)
+
+
+class Frugal(Wide):
+    def __call__(self, x: jax.Array, inner: Any = None) -> jax.Array:
+        return x + inner(x, self.up.kernel[...], self.down.kernel[...])
+
+
+def test_a_checkpoint_inside_a_unit_still_drops_its_values_when_the_unit_is_only_sharded() -> None:
+    """A region that keeps everything would keep what the model's inner checkpoint drops. Family: order of wrappers."""
+
+    class Net(InnerRemat):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.layers = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Frugal, in_axes=0, out_axes=0))(rngs)
+
+    def wide_residuals(rules: list[dict[str, Any]]) -> tuple[int, Any]:
+        model = Net(nnx.Rngs(0))
+        apply_policy(model, {"version": 1, "rules": rules}, example_inputs=batch())
+        graph, state = nnx.split(model)
+        gradient = jax.grad(lambda state: (nnx.merge(graph, state)(batch()) ** 2).mean())
+        scans = [e for e in equations(jax.make_jaxpr(gradient)(state).jaxpr) if e.primitive.name == "scan"]
+        return sum(var.aval.shape == (LAYERS, 4, 64 * WIDTH) for var in scans[0].outvars), jax.jit(gradient)(state)
+
+    plain, gradients = wide_residuals([])
+    sharded, ours = wide_residuals([{"name": "s", "action": "shard", "match": {"role": "param"}}])
+    assert (plain, sharded) == (0, 0)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(ours), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-7)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from memopt import MemoptError, apply_policy
 from memopt_jax import weights
+from memopt_jax.compiled import CompiledStep
 from memopt_jax.values import equations
 
 REST = {"name": "rest", "action": "recompute", "match": {"unit": "layers.*"}}
@@ -70,6 +71,22 @@ def test_the_first_steps_check_passes_and_updates_nothing_twice(
     assert check.ok
     assert check.max_grad_rel_diff == 0.0
     assert run.check(inputs, reference="recompute", layout=True).ok
+
+
+def test_the_check_is_compiled_as_the_step_is(
+    nnx_models: Mapping[str, Any], inputs: jax.Array, one_device: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, step = applied(nnx_models["scan"], [REST], inputs, one_device)
+    compiled: list[str] = []
+    plain = CompiledStep._compile
+
+    def counted(self: CompiledStep, traced: Any) -> Any:
+        compiled.append(str(traced.fun_name))
+        return plain(self, traced)
+
+    monkeypatch.setattr(CompiledStep, "_compile", counted)
+    step()
+    assert len(compiled) == 2  # the policy's side of the check, then the step
 
 
 @pytest.mark.parametrize("fault", ["misplaced scale", "stale weight", "dropped layer"])
