@@ -11,7 +11,7 @@ from typing import Any
 
 from .backend import Backend, load_backend
 from .calibrate import MeasuredRun, calibrated_rates, load_run, measured_seconds
-from .errors import MemoptError, Problem
+from .errors import MemoptError, Problem, all_of
 from .estimate import Measured
 from .loading import load_policy, validate_options
 from .lowering import make_plan as lower
@@ -49,22 +49,37 @@ def prepare(
     target: str | Target,
     world_size: int | None = None,
     budget: Mapping[str, int] | None = None,
+    checks: Sequence[Callable[[], Any]] = (),
 ) -> Setting:
-    """Load what a command names; cheap faults are found before anything is traced.
+    """Load what a command names; cheap faults are found before anything is traced, and reported together.
+
+    Args:
+        workload, backend, target: What to plan for.
+        world_size: Devices in all, instead of the target's number.
+        budget: `device` and `host` bytes.
+        checks: Further cheap calls whose problems belong beside these, such as loading the policy.
 
     Raises:
         MemoptError: An unknown backend, target or workload, or a world size the target cannot have.
     """
-    loaded = load_target(target) if isinstance(target, str) else target
-    if world_size is not None:
-        if world_size < 1:
-            raise MemoptError.of("bad-world-size", f"a world of {world_size} devices; it must be at least 1")
-        loaded = loaded.with_devices(world_size)
-    chosen = load_backend(backend) if isinstance(backend, str) else backend
-    described = load_workload(workload)
+    loaded, chosen, described, *_ = all_of(
+        lambda: _target(target, world_size),
+        lambda: load_backend(backend) if isinstance(backend, str) else backend,
+        lambda: load_workload(workload),
+        *checks,
+    )
     spec = guarded(f"inspecting the model of `{described.name}`", lambda: chosen.inspect_workload(described))
     spec = with_sizes(spec, described)
     return Setting(workload=described, backend=chosen, target=loaded, spec=spec, budget=dict(budget or {}))
+
+
+def _target(target: str | Target, world_size: int | None) -> Target:
+    loaded = load_target(target) if isinstance(target, str) else target
+    if world_size is None:
+        return loaded
+    if world_size < 1:
+        raise MemoptError.of("bad-world-size", f"a world of {world_size} devices; it must be at least 1")
+    return loaded.with_devices(world_size)
 
 
 def lowered(policy: Policy, setting: Setting) -> Plan:

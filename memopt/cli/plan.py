@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..loading import load_policy
 from ..plan_table import make_console, render_result, side_by_side
 from ..planning import PlanResult, Refused, plan_policies, prepare
 from .sizes import parse_budget
@@ -40,12 +41,13 @@ def plan(
         target=target,
         world_size=world_size,
         budget=parse_budget(device=budget, host=host_budget),
+        checks=[lambda: load_policy(policies[0])] if len(policies) == 1 else [],
     )
     results = plan_policies(
         policies,
         setting,
         calibrate=calibrate,
-        progress=lambda text: console.print(text, style="dim", highlight=False, markup=False),
+        progress=lambda text: console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True),
     )
     document = json.dumps(to_document(results), indent=2)
     if as_json:
@@ -88,4 +90,4 @@ def _write(results: tuple[PlanResult | Refused, ...], document: str, out: Path, 
     out.mkdir(parents=True, exist_ok=True)
     (out / "plan.json").write_text(document + "\n", encoding="utf-8")
     (out / "index.html").write_text(plan_page(results), encoding="utf-8")
-    console.print(f"page: {out / 'index.html'}")
+    console.print(f"page: {out / 'index.html'}", highlight=False, markup=False, soft_wrap=True)

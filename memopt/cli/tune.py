@@ -63,7 +63,7 @@ def tune(
         backend=backend,
         target=target,
         wishes=wishes,
-        progress=lambda text: console.print(text, style="dim", highlight=False, markup=False),
+        progress=lambda text: console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True),
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(tuned.text, encoding="utf-8")
@@ -74,7 +74,7 @@ def tune(
         _print(tuned, explained=explain)
     if out is not None:
         _write(tuned, document, out, console)
-    console.print(f"policy: {output}")
+    console.print(f"policy: {output}", highlight=False, markup=False, soft_wrap=True)
     sys.exit(0)
 
 
@@ -115,4 +115,4 @@ def _write(tuned: Tuned, document: str, out: Path, console: Console) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "frontier.json").write_text(document + "\n", encoding="utf-8")
     (out / "index.html").write_text(tune_page(tuned), encoding="utf-8")
-    console.print(f"page: {out / 'index.html'}")
+    console.print(f"page: {out / 'index.html'}", highlight=False, markup=False, soft_wrap=True)

@@ -142,6 +142,13 @@ def test_a_name_that_is_wrong_is_found_before_anything_is_traced(sized_backend, 
     assert backend.calls == []
 
 
+def test_everything_that_is_wrong_in_one_command_is_said_at_once():
+    with pytest.raises(MemoptError) as error:
+        prepare(workload="configs/workloads/lama.yaml", backend="tensorflow", target="gpu:h101")
+    codes = [problem.code for problem in error.value.problems]
+    assert codes == ["unknown-target", "unknown-backend", "workload-not-found"]
+
+
 def test_a_mesh_that_is_not_the_world_prints_both_numbers(sized_backend, tmp_path):
     file = tmp_path / "mesh.yaml"
     file.write_text("version: 1\nmesh: {replicate: 1, fsdp: 2}\nrules: []\n", encoding="utf-8")
