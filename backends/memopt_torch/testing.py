@@ -10,6 +10,7 @@ import os
 import pickle
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -54,7 +55,7 @@ def run_ranks(
             for rank, (_, sender) in enumerate(pipes)
         ]
         for process in processes:
-            process.start()
+            _start(process)
         for _, sender in pipes:
             sender.close()
         answers = [_answer(receiver, timeout_s) for receiver, _ in pipes]
@@ -72,7 +73,7 @@ def run_fake(function: Callable[..., Result], world_size: int, *args: Any, timeo
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_fake_main, args=(function, world_size, sender, args), daemon=True)
-    process.start()
+    _start(process)
     sender.close()
     answer = _answer(receiver, timeout_s)
     process.join(timeout=10)
@@ -80,6 +81,13 @@ def run_fake(function: Callable[..., Result], world_size: int, *args: Any, timeo
         process.kill()
         process.join()
     return _checked(0, answer, may_fail=False)
+
+
+def _start(process: Any) -> None:
+    """Forks. Libraries with threads warn of it (JAX where a test has used it before); the child uses none of theirs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        process.start()
 
 
 def _fake_main(function: Callable[..., Any], world_size: int, sender: Any, args: Any) -> None:
