@@ -128,9 +128,11 @@ def _compile(request: Request, lowered: Any, devices: Any, options: dict[str, An
     except ValueError as error:
         raise compiler_options.explained(error, options, request.target.kind) from error
     compile_s = time.monotonic() - began_s
-    text = compiled.as_text()
-    module = hlo.parse(text)
-    audited = offset_audit.audit(module, platform=request.target.kind, compiler_options=options)
+    text = _text(compiled, request)
+    module = hlo.parse(text) if text is not None else None
+    audited = offset_audit.AuditResult("not_applicable")
+    if module is not None:
+        audited = offset_audit.audit(module, platform=request.target.kind, compiler_options=options)
     if audited.verdict in ("wrong", "unknown") and request.work_around:
         _say(f"the recorded offsets are {audited.verdict}: compiling without them")
         return _work_around(request, lowered, devices, options, step, audited)
@@ -140,18 +142,40 @@ def _compile(request: Request, lowered: Any, devices: Any, options: dict[str, An
         device=device,
         host=host,
         argument_roles=attribution.argument_bytes(step.args),
-        residuals=attribution.residual_bytes(module),
+        residuals=attribution.residual_bytes(module) if module is not None else {},
         planned_host_bytes=sum(step.offloaded.values()),
-        compiled_flops=flops.count_compiled(module).total,
+        compiled_flops=flops.count_compiled(module).total if module is not None else None,
         audit=audited,
         compiler_options=options,
         text=text if request.keep_text else None,
+        notes=() if module is not None else (_UNREADABLE,),
         versions=topology.versions(),
         compile_s=compile_s,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
     attribution.require_effect(result, request.target)
-    return _with_schedule(result, module, request)
+    return _with_schedule(result, module, request) if module is not None else result
+
+
+_UNREADABLE = (
+    "this jaxlib cannot read the program that this libtpu compiled: memory is the compiler's own, the schedule and the "
+    "compiled program's products are unknown"
+)
+
+
+def _text(compiled: Any, request: Request) -> str | None:
+    """The program's text; None where a TPU's newer compiler writes one that this jaxlib cannot read.
+
+    On a GPU the error stands: a program that cannot be read cannot be audited.
+    """
+    import jax
+
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        if request.target.kind != "tpu":
+            raise compiler_options.explained(error, {}, request.target.kind) from error
+        return None
 
 
 _KNOWN = (

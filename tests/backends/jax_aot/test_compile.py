@@ -168,3 +168,22 @@ def test_zero_bytes_are_never_a_result() -> None:
     for analysis in (None, Empty()):
         with pytest.raises(MemoptError, match="no-memory-figures"):
             figures(analysis)
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["gpu:a100", "gpu:h200:8", "gpu:b200", "gpu:gb200:512", "tpu:v5p:2x2x1", "tpu:v6e:2x2"],
+)
+def test_every_kind_of_target_compiles_and_keeps_what_is_offloaded_on_the_host(compiled: Compile, target: str) -> None:
+    (step,) = compiled(target, {"offload": ["input"], "layers": 3})
+    assert step.host.temp == RESIDUAL_BYTES // 4
+    assert step.device.total > 0
+    assert step.overlap.to_host_bytes == RESIDUAL_BYTES // 4
+    assert step.overlap.synchronous == ()
+
+
+def test_a_program_that_this_jaxlib_cannot_read_still_has_its_memory(compiled: Compile) -> None:
+    (step,) = compiled("tpu:v7x:2x2x1", {"offload": ["input"], "layers": 3})
+    assert step.host.temp == RESIDUAL_BYTES // 4
+    assert (step.overlap is None) is any("cannot read" in note for note in step.notes)
+    assert (step.compiled_flops is None) is (step.overlap is None)
