@@ -107,7 +107,14 @@ def _kind(layer: nn.Module, plan: Plan, path: str) -> Any:
         if row.path == path or row.path.startswith(f"{path}.")
     )
     units = tuple(
-        (unit.name[len(path) :], unit.region, unit.unnamed_residual, unit.reshard_after_forward, unit.prefetch_forward)
+        (
+            unit.name[len(path) :],
+            unit.region,
+            unit.unnamed_residual,
+            unit.reshard_after_forward,
+            unit.prefetch_forward,
+            unit.prefetch_backward,
+        )
         for unit in plan.units
         if unit.name == path or unit.name.startswith(f"{path}.")
     )
