@@ -148,9 +148,8 @@ def _region(eqn: Any, inputs: list[Any], *, replace_policy: Any, prevent_cse: bo
     def body(values: list[Any]) -> list[Any]:
         return _evaluate(jaxpr, (), values, None)
 
-    if replace_policy.unnamed == "keep":
-        body = respected(body)
-    return list(jax.checkpoint(body, policy=replace_policy, prevent_cse=prevent_cse)(list(inputs)))
+    region = respected(body) if replace_policy.unnamed == "keep" else body
+    return list(jax.checkpoint(region, policy=replace_policy, prevent_cse=prevent_cse)(list(inputs)))
 
 
 def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
