@@ -242,6 +242,10 @@ def load(applied: Applied, directory: Any) -> dict[str, Any]:
     metadata = dcp.FileSystemReader(path).read_metadata()
     about = _about(path)
     tensors = model_tensors(applied.model)
+    problems = _mismatches(tensors, metadata)
+    problems += _optimizer_problems(applied, about)
+    if problems:
+        raise MemoptError(problems)
     if len(about.get("optimizers", ())) > len(applied.optimizers):
         warnings.warn(
             f"the checkpoint holds the state of {len(about['optimizers'])} optimizers, of which "
@@ -250,10 +254,6 @@ def load(applied: Applied, directory: Any) -> dict[str, Any]:
             MemoptWarning,
             stacklevel=3,
         )
-    problems = _mismatches(tensors, metadata)
-    problems += _optimizer_problems(applied, about)
-    if problems:
-        raise MemoptError(problems)
     for number, optimizer in enumerate(applied.optimizers):
         tensors |= _state_targets(applied.model, optimizer, number, metadata)
     dcp.load(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())  # type: ignore[arg-type]
