@@ -27,7 +27,7 @@ from .engine import Engine
 from .guards import guard_model, refuse_unfit
 from .inventory import Names, names_of
 from .methods import register_method
-from .optimizers import make_optimizer, note_state_rule, repoint
+from .optimizers import make_optimizer, note_state_rule, refuse_foreign_optimizer, repoint
 from .placement import dtypes_of, requests_of
 from .sharded import vector_norms
 
@@ -266,6 +266,8 @@ def apply(model: nn.Module, plan: Plan, spec: ModelSpec, *, optimizer: Any, mesh
     """Applies a plan; see `memopt.apply_policy`."""
     names = names_of(model)
     refuse_unfit(model, plan, mesh)
+    if optimizer is not None:
+        refuse_foreign_optimizer(optimizer, model)
     regions = recompute.install(model, plan)
     engine = _engine(model, plan, names)
     regions.transfers.engine = engine  # weights are never offloaded as activations

@@ -108,6 +108,25 @@ register_optimizer_step_pre_hook(_before_any_step)
 register_optimizer_step_post_hook(_after_any_step)
 
 
+def refuse_foreign_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuses an optimizer none of whose parameters is the model's: its steps would train nothing of it.
+
+    Raises:
+        MemoptError: `optimizer-of-another-model`.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    held = list(_parameters(optimizer))
+    if any(id(parameter) in own for parameter in held):
+        return
+    shapes = ", ".join(str(tuple(parameter.shape)) for parameter in held[:3])
+    raise MemoptError.of(
+        "optimizer-of-another-model",
+        f"this {type(optimizer).__name__} holds {len(held)} parameters (shapes {shapes}, ...), none of which is the "
+        "model's: it was made for another model, or for this one before it was copied",
+        hint="make it over `model.parameters()` of the model that is passed to apply_policy",
+    )
+
+
 def repoint(optimizer: Optimizer) -> Optimizer:
     """Makes an optimizer from before the policy step what is really trained; groups, options and state are kept.
 

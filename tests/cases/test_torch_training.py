@@ -84,6 +84,22 @@ def test_an_optimizer_made_before_moves_the_weights_or_says_why_not(passed: bool
     assert run_ranks(job, 2) == [expected] * 2
 
 
+def test_an_optimizer_of_another_model_is_refused_before_anything_changes() -> None:
+    """Made before a deep copy, or for another model: it would be accepted and train nothing."""
+    import copy
+
+    original = Model()
+    optimizer = torch.optim.SGD(original.parameters(), lr=0.1)
+    model = copy.deepcopy(original)
+    with pytest.raises(MemoptError) as caught:
+        memopt.apply_policy(model, policy(RECOMPUTE), optimizer=optimizer)
+    problem = caught.value.problems[0]
+    assert problem.code == "optimizer-of-another-model"
+    assert "(8, 8)" in problem.message
+    memopt.apply_policy(model, policy(RECOMPUTE))  # nothing had been changed
+    memopt.apply_policy(original, policy(RECOMPUTE), optimizer=optimizer)
+
+
 def test_groups_by_name_have_the_same_members_and_options_after_the_policy() -> None:
     """pytorch/pytorch#101343: wrapping changes names, and groups by name go wrong without a word."""
 
