@@ -91,6 +91,8 @@ def _why_dead(match: Match, rule: Rule, entries: Sequence[Entry], spec: ModelSpe
         have = sorted({entry.tensor.checkpoint_name for entry in inside if entry.tensor.checkpoint_name})
         return did_you_mean(match.name[0], have) or f"the model's checkpoint names are {', '.join(have) or 'none'}"
     if match.unit is not None and not any(in_unit(match.unit, entry, units) for entry in entries):
+        if not units.units:
+            return _no_units(spec)
         names = [unit.name for unit in units.units]
         globs = list(dict.fromkeys(f"{unit.stack}.*" if unit.stack else unit.name for unit in units.units))
         return did_you_mean(match.unit[0], globs + names) or f"the units are {listing(globs)}"
@@ -102,6 +104,14 @@ def _why_dead(match: Match, rule: Rule, entries: Sequence[Entry], spec: ModelSpe
         have = sorted({entry.tensor.op for entry in inside if entry.tensor.op})
         return f"operations known in this model: {', '.join(have) or 'none'}"
     return "its selectors hold for no tensor together; remove it, loosen one, or mark it `optional: true`"
+
+
+def _no_units(spec: ModelSpec) -> str:
+    """A model without repeated layers has the units that the policy names, and it names none."""
+    modules = [module.path for module in spec.modules if module.path]
+    if not modules:
+        return "no repeated layers were found and the model is a single module, so there are no units"
+    return f"no repeated layers were found, so there are no units; name modules: `units: [...]` of {listing(modules)}"
 
 
 def _path_hint(patterns: Sequence[str], inside: Sequence[Entry], entries: Sequence[Entry]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memopt import MemoptError, make_plan
+from memopt.spec import ModelSpec, ModuleSpec, TensorSpec
 
 
 def codes(error: pytest.ExceptionInfo[MemoptError]) -> list[str]:
@@ -125,3 +126,23 @@ def test_a_whole_parameter_inside_a_sharded_unit_is_noted_with_its_bytes(rules, 
         "unit `layers.*`: `layers.*.input_layernorm.weight` stay whole inside a sharded unit: one all-reduce of 32 "
         "bytes a unit and step"
     ) in plan.warnings
+
+
+@pytest.mark.parametrize(
+    "paths, said",
+    [
+        (("", "encoder", "head"), "name modules: `units: [...]` of `encoder`, `head`"),
+        (("",), "no repeated layers were found and the model is a single module, so there are no units"),
+    ],
+)
+def test_a_model_without_repeated_layers_says_that_it_has_no_units(rules, fake_backend, paths, said) -> None:
+    modules = tuple(ModuleSpec(path, path, "Linear", 4) for path in paths)
+    tensors = (TensorSpec("weight", "param", (4, 4), "float32"),)
+    spec = ModelSpec(backend="fake", family=None, tensors=tensors, modules=modules)
+    with pytest.raises(MemoptError) as error:
+        make_plan(rules({"action": "recompute", "match": {"unit": "layers.*"}}), spec, backend=fake_backend())
+    (problem,) = error.value.problems
+    assert problem.code == "dead-rule"
+    assert problem.hint is not None
+    assert problem.hint.endswith(said)
+    assert "no repeated layers were found" in problem.hint
