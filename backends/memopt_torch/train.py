@@ -49,6 +49,8 @@ def train(job: Any, *, emit: Callable[[Mapping[str, Any]], None]) -> None:
         speak({"event": "stage", "text": "training"})
         result = _trained(job, workload, training, device, speak)
         speak({"event": "result", "result": result})
+        if dist.is_initialized():
+            dist.barrier()  # no rank takes its connections down while another is still in a collective
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
