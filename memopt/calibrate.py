@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from .errors import MemoptError, Problem
 from .estimate import Measured
 from .plan import Plan
+from .processor import cpu_name
 from .roofline import GUESS, Efficiency, Rates, rates_for
 from .step_time import play
 from .targets import Target
@@ -77,7 +77,7 @@ def _check_hardware(run: MeasuredRun, target: Target) -> None:
     """The device must be the target's kind and model; a CPU must be this very one."""
     kind = str(run.device.get("kind", "")).split(":")[0].lower().replace("cuda", "gpu")
     names = " ".join(str(value) for value in run.device.values()).lower()
-    here = _cpu_name().lower()
+    here = cpu_name().lower()
     if target.kind != kind:
         got = f"a {kind or 'device of no stated kind'}"
     elif target.kind == "cpu" and str(run.device.get("cpu", "")).lower() != here:
@@ -99,15 +99,6 @@ def _check_hardware(run: MeasuredRun, target: Target) -> None:
 def _names_model(names: str, model: str) -> bool:
     words = names.replace(":", " ").replace("-", " ").replace(",", " ").split()
     return model in words
-
-
-def _cpu_name() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def measured_seconds(

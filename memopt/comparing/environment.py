@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from ..processor import cpu_name
 from ..workloads import HfWorkload, Workload, WorkloadConfig
 from .run import RunConfig
 
@@ -35,7 +36,7 @@ def environment_facts(
         "platform": platform.platform(),
         "device": {
             "kind": run.target,
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
         },
@@ -57,16 +58,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _cpu_name() -> str:
-    """The processor's name, which `platform` does not know on Linux."""
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _described(workload: WorkloadConfig | Workload | HfWorkload) -> dict[str, Any]:

@@ -101,9 +101,9 @@ def row(policy="none", seconds=0.25, backend="sized", world=1, ok=True):
 
 
 def this_cpu():
-    from memopt.calibrate import _cpu_name
+    from memopt.processor import cpu_name
 
-    return {"kind": "cpu", "cpu": _cpu_name(), "num_cores": 2}
+    return {"kind": "cpu", "cpu": cpu_name(), "num_cores": 2}
 
 
 def test_one_measured_step_sets_the_rates(tmp_path, sized_backend):
