@@ -7,7 +7,6 @@ end either `{"event": "result", "result": {...}}` or `{"event": "problems", "pro
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
 
@@ -36,9 +35,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Everything is on disk. Threads of gloo and of the autograd engine that outlive the interpreter's shutdown have
-    # aborted a rank (SIGABRT) after its work was done, so the shutdown is left out.
-    os._exit(code)
+    sys.exit(main(sys.argv[1:]))

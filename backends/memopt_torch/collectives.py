@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memopt.errors import MemoptError, Problem
 
+from .interpreter_exit import keep_until_exit
+
 
 @dataclass(frozen=True, slots=True)
 class Groups:
@@ -85,15 +87,19 @@ def make_groups(axes: tuple[tuple[str, int], ...]) -> Groups:
         lists = _axis_groups(ranks, names.index("replicate")) if "replicate" in names else ranks.reshape(1, -1).tolist()
         replicate = _new_group(lists)
     everyone = [list(range(world))]
-    return Groups(shard, rank, replicas, gather, reduce, replicate, _new_group(everyone), _new_group(everyone))
+    everywhere, control = _new_group(everyone), _new_group(everyone)
+    keep_until_exit((gather, reduce, replicate, everywhere, control))
+    return Groups(shard, rank, replicas, gather, reduce, replicate, everywhere, control)
 
 
 def device_mesh(axes: tuple[tuple[str, int], ...], device_type: str) -> DeviceMesh:
     """A torch DeviceMesh of the plan's axes, for the fsdp2 engine; real ranks even while planning on fake tensors."""
     with unset_fake_temporarily():
-        return init_device_mesh(
+        mesh = init_device_mesh(
             device_type, tuple(size for _, size in axes), mesh_dim_names=tuple(name for name, _ in axes)
         )
+        keep_until_exit(mesh.get_all_groups())
+    return mesh
 
 
 class Collectives:

@@ -16,6 +16,7 @@ from memopt.errors import MemoptError
 from memopt.report import rule_effects
 from memopt.workloads import HfWorkload, Workload, WorkloadConfig, load_workload
 
+from .interpreter_exit import rest, uses_gloo
 from .measure import StepMeter, StepResult
 from .workloads import build
 
@@ -53,6 +54,8 @@ def train(job: Any, *, emit: Callable[[Mapping[str, Any]], None]) -> None:
             dist.barrier()  # no rank takes its connections down while another is still in a collective
     finally:
         if dist.is_initialized():
+            if uses_gloo():
+                rest()
             dist.destroy_process_group()
 
 
