@@ -189,7 +189,9 @@ def judged(
         plan=plan,
         measured=measured,
         capacity=capacity,
-        verdicts=verdicts(measured, capacity, target=setting.target, framework=framework, budget=budget),
+        verdicts=verdicts(
+            measured, capacity, target=setting.target, framework=framework, budget=budget, options=plan.options
+        ),
         time=step_time(measured, plan, setting.target, rates=rates),
         budget=budget,
         elapsed_s=elapsed_s,

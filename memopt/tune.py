@@ -18,10 +18,9 @@ from .quantities import format_seconds
 from .roofline import GUESS, rates_for
 from .tuning.explain import Explanation, explain
 from .tuning.frontier import Point, trace_frontier
-from .tuning.judge import judge
 from .tuning.layouts import Layout, layouts
-from .tuning.problem import Action, Assignment, Outcome
-from .tuning.problem import Problem as Choices
+from .tuning.presets import presets
+from .tuning.problem import Outcome
 from .tuning.search import Search, Wishes
 from .tuning.solve import Solution
 
@@ -56,11 +55,18 @@ class Tuned:
     rounds: int
     elapsed_s: float
 
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What has to be set in the processes that run the policy; the policy's header says it too."""
+        return tuple(verdict.setting for verdict in self.result.verdicts if verdict.fits and verdict.setting)
+
     def to_json(self) -> dict[str, Any]:
         """The contract's keys: the chosen policy, its plan, the frontier; and why."""
         outcome = self.solution.outcome
         return {
             "policy": self.text,
+            "feasible": self.result.fits is not False,
+            "settings": list(self.settings),
             "plan": self.result.to_json(),
             "frontier": [point.to_json() for point in self.frontier],
             "explain": self.explanation.to_json(),
@@ -157,23 +163,3 @@ def _tuned(search: Search, wishes: Wishes, tried: tuple[tuple[str, str], ...], e
         rounds=search.rounds,
         elapsed_s=elapsed_s,
     )
-
-
-def presets(problem: Choices) -> dict[str, Outcome]:
-    """Policies people write by hand, in the model of the step: what `tune` must not be slower than."""
-    rows: dict[str, tuple[Action, Action]] = {  # a layer's input, everything else
-        "recompute": ("keep", "recompute"),
-        "offload inputs": ("offload", "recompute"),
-        "offload all": ("offload", "offload"),
-        "keep all": ("keep", "keep"),
-    }
-    found = {}
-    for name, (own_input, others) in rows.items():
-        if problem.link is None and "offload" in (own_input, others):
-            continue
-        assignment: Assignment = tuple(
-            tuple(own_input if "recompute" not in choice.actions else others for choice in layer.choices)
-            for layer in problem.layers()
-        )
-        found[name] = judge(problem, assignment)
-    return found

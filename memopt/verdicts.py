@@ -31,7 +31,7 @@ class Verdict:
         needed_bytes: What the plan takes.
         limit_bytes: What there is, reserve taken off.
         limit: What the limit is: a budget, what the framework takes by default, a node's memory.
-        setting: What to change when it does not fit.
+        setting: What to change when it does not fit, or what the policy needs set before it runs.
     """
 
     name: str
@@ -92,9 +92,23 @@ def capacity_of(target: Target, framework: str, *, num_devices: int) -> Capacity
 
 
 def verdicts(
-    measured: Measured, capacity: Capacity, *, target: Target, framework: str, budget: Mapping[str, int]
+    measured: Measured,
+    capacity: Capacity,
+    *,
+    target: Target,
+    framework: str,
+    budget: Mapping[str, int],
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[Verdict, ...]:
-    """Judge all limits; the host's only where host bytes are held on a host of its own."""
+    """Judge all limits; the host's only where host bytes are held on a host of its own.
+
+    Args:
+        measured: The backend's figures.
+        capacity: What the target has.
+        target, framework: Where it runs.
+        budget: `device` and `host` bytes.
+        options: The framework's `backend_options` of the policy: JAX's may declare the pinned pool it is run with.
+    """
     found = []
     if budget.get("device") is not None:
         found.append(_device_budget(measured, budget["device"]))
@@ -103,7 +117,8 @@ def verdicts(
     if measured.host_bytes and target.kind != "cpu":
         per_node = measured.host_bytes * capacity.devices_per_node
         pinned = measured.host_bytes if measured.pinned_bytes is None else measured.pinned_bytes
-        pool = _pool(pinned * capacity.devices_per_node, target, framework)
+        declared_gib = (options or {}).get("pinned_pool_gib")
+        pool = _pool(pinned * capacity.devices_per_node, target, framework, declared_gib)
         found += ([pool] if pool else []) + [_host_ram(per_node, capacity, budget.get("host"))]
     elif measured.host_bytes and budget.get("host"):
         per_node = measured.host_bytes * capacity.devices_per_node
@@ -133,15 +148,39 @@ def _device(measured: Measured, capacity: Capacity, target: Target, framework: s
     return Verdict("device", needed <= usable, needed, usable, limit, setting)
 
 
-def _pool(pinned_bytes: int, target: Target, framework: str) -> Verdict | None:
-    """JAX pins host memory in a pool with a cap of its own, one pool per process; a node is usually one process."""
+POOL_SETTING = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # read by XLA's client when it starts, in units of 2**30 bytes
+
+
+def _pool(pinned_bytes: int, target: Target, framework: str, declared_gib: int | None) -> Verdict | None:
+    """JAX pins host memory in a pool with a cap of its own, one pool per process; a node is usually one process.
+
+    The cap is a setting of the process. A policy that declares it (`pinned_pool_gib`) is judged by that, and what has
+    to be set is said; before the first step the real setting is compared with what the step needs.
+    """
     if framework != "jax" or target.kind != "gpu":
         return None
     cap = int(framework_fact("jax_gpu_pinned_pool_bytes").value or 0)
+    limit = "the pinned pool's cap, one process per node"
+    if declared_gib is not None:
+        cap, limit = declared_gib * 2**30, "the pinned pool the policy is run with, one process per node"
     fits = pinned_bytes <= cap
-    wanted = math.ceil(pinned_bytes * 1.05 / 1e9)
-    setting = None if fits else f"set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={wanted} in every process, before JAX starts"
-    return Verdict("host pool", fits, pinned_bytes, cap, "the pinned pool's cap, one process per node", setting)
+    wanted = pool_gib(pinned_bytes)
+    if not fits:
+        setting = f"set {POOL_SETTING}={wanted} in every process, before JAX starts"
+        if declared_gib is not None:
+            setting = f"raise `pinned_pool_gib` to {wanted}, and {setting}"
+        return Verdict("host pool", False, pinned_bytes, cap, limit, setting)
+    needed = f"this policy needs {POOL_SETTING}={declared_gib} in every process, before JAX starts"
+    return Verdict("host pool", True, pinned_bytes, cap, limit, None if declared_gib is None else needed)
+
+
+def pool_gib(pinned_bytes: int) -> int:
+    """The pool to ask for, in GiB: a twentieth above what is pinned, for the allocator's rounding.
+
+    >>> pool_gib(120 * 2**30)
+    126
+    """
+    return math.ceil(pinned_bytes * 1.05 / 2**30)
 
 
 def _host_ram(per_node: int, capacity: Capacity, budget_bytes: int | None) -> Verdict:

@@ -18,6 +18,18 @@ _ACTIVATION_SELECTORS = ("tensor", "op", "name")
 # up in the dtype they are computed in.
 MIXED = {"compute": "bfloat16", "master": "float32", "reduce": "float32", "optimizer_state": "float32"}
 REDUCE = {"jax": "bfloat16"}
+# Written where something is offloaded. Without transfers across iterations, what the backward pass wants first has
+# nothing to hide under; upstream they are opt-in, so the gradients are compared before the first step. XLA's own
+# rematerialisation takes host bytes for device bytes and recomputes where memory is not short: the policy decides.
+OFFLOAD_OPTIONS: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("jax", "gpu"): {
+        "compiler_options": {
+            "xla_gpu_enable_pipelined_host_offloading": True,
+            "xla_disable_hlo_passes": "rematerialization",
+        },
+        "check": "first_step",
+    }
+}
 
 
 @dataclass(frozen=True, slots=True)

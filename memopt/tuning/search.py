@@ -1,25 +1,33 @@
-"""The search within one layout: measure a policy, solve, plan the answer again, correct the model, until it fits."""
+"""The search within one layout: measure a policy, solve, plan the answer again, correct the model, until it fits.
+
+What wins is the least estimate among the policies that were planned, full recompute and those people write by hand
+included - not what the model of the step thinks best.
+"""
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import MemoptError, Problem
 from ..loading import load_policy
-from ..planning import PlanResult, Progress, Setting, guarded, plan_policy
+from ..planning import PlanResult, Progress, Setting, guarded, judged, lowered, plan_policy
 from ..policy import Policy
 from ..quantities import format_bytes, format_seconds
 from ..roofline import Rates
 from ..step_time import layer_problem
+from ..verdicts import POOL_SETTING, pool_gib
 from ..workloads.sizes import with_sizes
 from .costs import ModelCosts, assignment_of, model_costs
 from .judge import judge
-from .layouts import Layout
+from .layouts import OFFLOAD_OPTIONS, Layout
+from .learning import learn_bytes, learn_link
 from .policy_text import TensorRule, render_policy, tensor_rules
+from .presets import preset_assignments
 from .problem import Assignment
 from .problem import Problem as Choices
 from .solve import Infeasible, Solution, solve
@@ -53,6 +61,20 @@ class Wishes:
     num_points: int = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A policy that was planned through the backend."""
+
+    solution: Solution
+    text: str
+    result: PlanResult
+
+    @property
+    def step_s(self) -> float:
+        """The plan's estimate: with the compiled schedule's exposed transfers where the backend reads them."""
+        return self.result.time.estimate_s or self.solution.outcome.step_s
+
+
 class Search:
     """One layout: measure a first policy, solve, plan the answer again, correct, until it fits."""
 
@@ -72,6 +94,7 @@ class Search:
         self.rounds = 0
         self.choices: Choices
         self.costs: ModelCosts
+        self.planned: dict[Assignment, Candidate] = {}
 
     @staticmethod
     def _with_workload(setting: Setting, layout: Layout) -> Setting:
@@ -82,35 +105,75 @@ class Search:
         return replace(setting, workload=layout.workload, spec=with_sizes(spec, layout.workload))
 
     def run(self) -> None:
-        """Find a policy that fits when planned.
+        """Find the fastest policy that fits when planned.
 
         Raises:
             MemoptError: `budget-infeasible`, or what planning raises.
         """
-        probe = self._plan(self._text((), header=("Recomputes every layer.",)), "recompute")
-        self.costs = model_costs(probe.plan, self.rates)
-        self.choices = self._problem(probe)
+        self._measure_recompute()
         static_bytes = self.choices.static_bytes
-        best: tuple[float, Solution, str, PlanResult] | None = None
+        tuned: list[Candidate] = []
         for number in range(_ROUNDS):
-            if number == _PATIENCE and best is None:
+            if number == _PATIENCE and not any(is_acceptable(candidate.result) for candidate in tuned):
                 # A cut scan can hold bytes of its own: leave cuts out, and forget what they have taught.
                 self.max_cuts, self.choices = 0, replace(self.choices, static_bytes=static_bytes)
             found = solve(self.choices, max_cuts=self.max_cuts)
             if isinstance(found, Infeasible):
                 found = self._least(found)
-            text = self.policy_of(found)
-            result = self._plan(text, "tuned")
-            step_s = found.outcome.step_s
-            if is_acceptable(result) and (best is None or step_s < best[0]):
-                best = (step_s, found, text, result)
-            if self._learn(result, found.assignment):
+            if found.assignment in self.planned:
                 break
-        if best is None:
-            raise infeasible(result, self.layout)
-        _, self.solution, self.text, self.result = best
+            tuned.append(self._candidate(found, "tuned"))
+            if not self._learn(tuned[-1]):
+                break
+        best = self._best() or self._nothing(tuned)
+        self._plan_presets(best)
+        self._finish(self._best() or best)
+
+    def _measure_recompute(self) -> None:
+        """One plan of full recompute fixes the bytes no choice changes, and is the first policy to be faster than."""
+        text = self._text((), header=("Recomputes every layer.",))
+        probe = self._plan(text, "recompute")
+        self.costs = model_costs(probe.plan, self.rates)
+        self.choices = self._problem(probe)
+        assignment = assignment_of(probe.plan, self.costs.classes)
+        self.planned[assignment] = Candidate(Solution(assignment, judge(self.choices, assignment), 0.0, 0), text, probe)
+
+    def _candidate(self, solution: Solution, name: str) -> Candidate:
+        text = self.policy_of(solution)
+        found = Candidate(solution, text, self._plan(text, name))
+        self.planned[solution.assignment] = found
+        return found
+
+    def _best(self) -> Candidate | None:
+        fitting = [candidate for candidate in self.planned.values() if is_acceptable(candidate.result)]
+        return min(fitting, key=lambda candidate: candidate.step_s, default=None)
+
+    def _nothing(self, tuned: list[Candidate]) -> Candidate:
+        least = min(tuned or self.planned.values(), key=lambda candidate: candidate.result.measured.peak_bytes)
+        raise infeasible(least.result, self.layout)
+
+    def _plan_presets(self, best: Candidate) -> None:
+        """Plans those hand-written policies that may fit and could be faster than the best so far.
+
+        Where the backend reads a compiled schedule it may hide more than the simulator thinks: such a policy is
+        planned unless it were slower with everything hidden.
+        """
+        reads_schedule = (best.result.measured.overlap or {}).get("exposed_s") is not None
+        scale = best.step_s / judge(self.choices, best.solution.assignment).step_s
+        for name, assignment in preset_assignments(self.choices).items():
+            outcome = judge(self.choices, assignment)
+            least_s = outcome.step_s - (outcome.exposed_s if reads_schedule else 0.0)
+            if assignment not in self.planned and outcome.fits(self.choices) and least_s * scale < best.step_s:
+                self.say(f"planning `{name}` beside it")
+                self._candidate(Solution(assignment, outcome, 0.0, 0), "preset")
+
+    def _finish(self, best: Candidate) -> None:
+        """The answer: its text says what it needs, and where nothing is computed again there are no regions."""
+        self.solution = replace(best.solution, outcome=judge(self.choices, best.solution.assignment))
+        self.text, self.result = self.policy_of(self.solution), best.result
         if all(action == "keep" for actions in self.solution.assignment for action in actions):
             self._keep_everything()
+        self._declare_pool()
 
     def _keep_everything(self) -> None:
         """All named values stay: where those without a name fit too, nothing needs to be computed again at all."""
@@ -120,14 +183,32 @@ class Search:
         if is_acceptable(result):
             self.text, self.result = text, result
 
+    def _declare_pool(self) -> None:
+        """Where the pinned pool's default is too small the policy declares the pool it needs, and is judged by it."""
+        pool = next((verdict for verdict in self.result.verdicts if verdict.name == "host pool"), None)
+        if pool is None or pool.fits is not False:
+            return
+        wanted = pool_gib(pool.needed_bytes)
+        note = f"Set {POOL_SETTING}={wanted} in every process, before JAX starts: {format_bytes(pool.needed_bytes)} of"
+        self.text = self.policy_of(
+            self.solution,
+            notes=(note, "a node's memory are pinned, where XLA's default is 64 GiB."),
+            options={"pinned_pool_gib": wanted},
+        )
+        plan = lowered(self._loaded(self.text, "tuned"), self.setting)
+        self.result = judged("tuned", plan, self.result.measured, self.setting, elapsed_s=self.result.elapsed_s)
+
     def _plan(self, text: str, name: str) -> PlanResult:
         """Through the same file a user would load."""
         self.rounds += 1
+        return plan_policy(self._loaded(text, name), self.setting, name=name, progress=self.say)
+
+    @staticmethod
+    def _loaded(text: str, name: str) -> Policy:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"{name}.yaml"
             file.write_text(text, encoding="utf-8")
-            policy = load_policy(file)
-        return plan_policy(policy, self.setting, name=name, progress=self.say)
+            return load_policy(file)
 
     def _problem(self, probe: PlanResult) -> Choices:
         capacity = probe.capacity
@@ -145,17 +226,23 @@ class Search:
         modelled = judge(problem, assignment_of(probe.plan, self.costs.classes))
         return replace(problem, static_bytes=max(0.0, probe.measured.peak_bytes - modelled.peak_bytes))
 
-    def _learn(self, result: PlanResult, assignment: Assignment) -> bool:
-        """Correct the static bytes by what the plan says; True once it fits and nothing worth having is left."""
+    def _learn(self, candidate: Candidate) -> bool:
+        """Correct the model by what the plan says; False once it fits and nothing worth having is left."""
+        result, assignment = candidate.result, candidate.solution.assignment
         modelled = judge(self.choices, assignment)
         error = result.measured.peak_bytes - modelled.peak_bytes
         unused = self.wishes.device_bytes - result.measured.peak_bytes
         is_used = unused < _WORTH * self.wishes.device_bytes or modelled.recompute_s == 0
+        slower = learn_link(self.choices, result, assignment)
+        if slower is not None and slower.link is not None and self.choices.link is not None:
+            share = slower.link.bytes_per_s / self.choices.link.bytes_per_s
+            self.say(f"the compiled schedule exposes what a link of {share:.0%} of the rate would")
+            self.choices = slower
         if is_acceptable(result) and (is_used or error >= 0):
-            return True
-        self.choices = replace(self.choices, static_bytes=max(0.0, self.choices.static_bytes + error))
+            return slower is not None
+        self.choices = learn_bytes(self.choices, result, assignment)
         self.say(f"planned {format_bytes(result.measured.peak_bytes)}, expected {format_bytes(modelled.peak_bytes)}")
-        return False
+        return True
 
     def _least(self, found: Infeasible) -> Solution:
         """The model says nothing fits: plan what takes least; only if that does not fit either is it so."""
@@ -164,15 +251,22 @@ class Search:
                 "budget-infeasible", "no choice of keep, recompute and offload is possible within the host budget"
             )
         least = Solution(found.assignment, judge(self.choices, found.assignment), 0.0, 0)
-        result = self._plan(self.policy_of(least), "least")
+        known = self.planned.get(least.assignment)
+        result = known.result if known is not None else self._candidate(least, "least").result
         if not is_acceptable(result):
             raise infeasible(result, self.layout)
-        error = result.measured.peak_bytes - least.outcome.peak_bytes
-        self.choices = replace(self.choices, static_bytes=max(0.0, self.choices.static_bytes + error))
+        self.choices = learn_bytes(self.choices, result, least.assignment)
         again = solve(self.choices, max_cuts=self.max_cuts)
         return least if isinstance(again, Infeasible) else again
 
-    def _text(self, rules: Sequence[TensorRule], *, header: Sequence[str], with_regions: bool = True) -> str:
+    def _text(
+        self,
+        rules: Sequence[TensorRule],
+        *,
+        header: Sequence[str],
+        with_regions: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
         stacks = [stack.path for stack in self.setting.spec.stacks]
         return render_policy(
             header=header,
@@ -180,16 +274,28 @@ class Search:
             layout_rules=self.layout.rules,
             rules=rules,
             units=[f"{path}.*" for path in stacks] if with_regions else [],
-            backend_options=self.layout.backend_options,
+            backend_options=self._options(rules, options or {}),
         )
 
-    def policy_of(self, solution: Solution) -> str:
+    def _options(self, rules: Sequence[TensorRule], more: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The base policy's options, or what offloading wants on this target."""
+        name = self.setting.backend.name
+        own = dict(self.layout.backend_options.get(name, {}))
+        if self.wishes.base is None and any(rule.action == "offload" for rule in rules):
+            own |= OFFLOAD_OPTIONS.get((name, self.setting.target.kind), {})
+        own |= more
+        return {**self.layout.backend_options, **({name: own} if own else {})}
+
+    def policy_of(
+        self, solution: Solution, *, notes: Sequence[str] = (), options: Mapping[str, Any] | None = None
+    ) -> str:
+        """The policy file of a solution; `notes` go to its header, `options` to this backend's options."""
         rules = [
             replace(rule, comment=reason(rule, self.choices, solution))
             for rule in tensor_rules(self.costs.classes, solution.assignment)
         ]
-        header = describe(self.setting, self.wishes, solution)
-        return self._text(rules, header=header)
+        header = (*describe(self.setting, self.wishes, solution), *notes)
+        return self._text(rules, header=header, options=options)
 
 
 def reason(rule: TensorRule, choices: Choices, solution: Solution) -> str:
@@ -228,7 +334,7 @@ def _rounded_up(nbytes: int) -> str:
 
 
 def is_acceptable(result: PlanResult) -> bool:
-    """Within every limit that no setting moves: the pinned pool's cap is a setting, which the plan names."""
+    """Within every limit that no setting moves: the pinned pool's cap is one, and the answer declares what it needs."""
     return all(verdict.fits is not False for verdict in result.verdicts if verdict.name != "host pool")
 
 

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from memopt.backend import load_backend
-from memopt.loading import load_policy
+from memopt.loading import load_policy, validate_options
 from memopt.lowering import make_plan
 from memopt.plan import Plan
 from memopt.targets import Target, load_target
 from memopt.workloads import load_workload
 from memopt_jax import aot, estimate, hlo, overlap, topology
 from memopt_jax.accelerators import import_jax
-from memopt_jax.compiler_options import ASYNC_LIMIT, PIPELINED, SCHEDULER
+from memopt_jax.compiler_options import ASYNC_LIMIT, PIPELINED, SCHEDULER, options_for
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -91,9 +91,20 @@ def case(work: str, policy: str) -> Case:
     config = loaded.model_copy(update={"batch": described.batch})  # type: ignore[union-attr]
     spec = backend.inspect_workload(config)
     rules = load_policy(ROOT / "configs" / "policies" / "gpu" / f"{policy}.yaml")
-    return Case(
-        work, policy, config, make_plan(rules, spec, backend=backend, world_size=target.num_devices), spec, target
+    plan = make_plan(
+        rules,
+        spec,
+        backend=backend,
+        world_size=target.num_devices,
+        options=validate_options(rules, backend),
     )
+    return Case(work, policy, config, plan, spec, target)
+
+
+def shipped_options(what: Case) -> dict[str, Any]:
+    """What `memopt plan` compiles the policy with."""
+    requested = what.plan.options.get("compiler_options")
+    return options_for(what.target.kind, requested=requested, offloads=estimate.offloads_anything(what.plan))
 
 
 def compiled(what: Case, **changes: Any) -> tuple[aot.CompiledStep, ...]:
@@ -159,7 +170,7 @@ def memory(works: list[str], policies: list[str]) -> list[dict[str, Any]]:
             if policies and policy not in policies:
                 continue
             what = case(work, policy)
-            (step,) = compiled(what, variants=(THREE if policy.startswith("offload") else {SCHEDULER: True},))
+            (step,) = compiled(what, variants=(shipped_options(what),))
             rows.append(shown(row(what, step, "shipped")))
     return rows
 
@@ -180,11 +191,11 @@ def link(works: list[str], policies: list[str]) -> list[dict[str, Any]]:
     rows = []
     for work in works:
         base = case(work, "full-recompute")
-        (plain,) = compiled(base, variants=({SCHEDULER: True},))
+        (plain,) = compiled(base, variants=(shipped_options(base),))
         recompute_s = overlap.read(plain.text or "", base.target).step_s
         for policy in policies or ["offload-inputs", "offload-attention", "offload-all"]:
             what = case(work, policy)
-            (step,) = compiled(what, variants=(THREE,))
+            (step,) = compiled(what, variants=(shipped_options(what),))
             rate = break_even_rate(hlo.parse(step.text or ""), what.target, recompute_s)
             rows.append(shown({"work": work, "policy": policy, "full_recompute_step_s": round(recompute_s, 3),
                                "pays_above_gb_per_s": None if rate is None else round(rate / 1e9, 1)}))  # fmt: skip

@@ -162,6 +162,28 @@ def tuned(backend, *, budget_gib, target="gpu:h100:8", workload=LLAMA_8B, **wish
     )
 
 
+def jax_like(sized, *, exposed_share=0.0):
+    """A backend that is judged as JAX is, whose compiled schedule exposes that share of the copies' seconds."""
+    from dataclasses import replace
+
+    from memopt_jax.options import Options
+
+    class JaxLike(sized):
+        def __init__(self, **changes):
+            super().__init__(name="jax", **changes)
+
+        def options(self):
+            return Options
+
+        def estimate(self, workload, plan, spec, *, target, **kwargs):
+            found = super().estimate(workload, plan, spec, target=target, **kwargs)
+            copies_s = 2 * found.to_host_bytes / target.host_link_bytes_per_s
+            overlap = {"transfers": [], "synchronous": [], "exposed_s": exposed_share * copies_s}
+            return replace(found, overlap=overlap)
+
+    return JaxLike
+
+
 class TestSearch:
     def test_the_written_policy_is_the_planned_one_and_fits(self, sized_backend, tmp_path):
         found = tuned(sized_backend(), budget_gib=24)
@@ -251,6 +273,48 @@ class TestSearch:
         assert any("buys" in sentence for sentence in tight.explanation.sentences())
         roomy = tuned(sized_backend(), budget_gib=70)
         assert roomy.explanation.sentences()[0] == "nothing binds but compute"
+
+    def test_an_answer_that_pins_more_than_the_default_pool_declares_what_to_set(self, sized_backend, tmp_path):
+        """The pool's cap is a setting: the policy, its header and the answer name it, and the plan is judged by it."""
+        found = tuned(jax_like(sized_backend)(), budget_gib=26, target="gpu:h100:8")
+        (setting,) = found.settings
+        assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=" in setting
+        gib = int(setting.partition("_GB=")[2].split()[0])
+        assert f"# Set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={gib} " in found.text
+        assert found.result.measured.host_bytes * 8 <= gib * GIB
+        assert found.result.fits
+        assert found.to_json()["feasible"] is True
+        file = tmp_path / "tuned.yaml"
+        file.write_text(found.text, encoding="utf-8")
+        setting = prepare(workload=LLAMA_8B, backend=jax_like(sized_backend)(), target="gpu:h100:8")
+        assert plan_policy(file, setting).fits
+
+    def test_offload_on_jax_and_gpus_is_pipelined_and_checked(self, sized_backend):
+        offloads = tuned(jax_like(sized_backend)(), budget_gib=26)
+        assert "xla_gpu_enable_pipelined_host_offloading: true" in offloads.text
+        assert "check: first_step" in offloads.text
+        assert "backend_options" not in tuned(jax_like(sized_backend)(), budget_gib=70).text
+
+    def test_a_schedule_that_exposes_copies_is_believed(self, sized_backend, everything):
+        """The compiled schedule hides nothing: offloading costs all its copies, and the answer is no slower for it."""
+        hidden = tuned(jax_like(sized_backend)(), budget_gib=26)
+        exposed = tuned(jax_like(sized_backend, exposed_share=1.0)(), budget_gib=26)
+        assert hidden.result.measured.host_bytes > 0
+        assert exposed.result.measured.host_bytes < hidden.result.measured.host_bytes
+        without = tuned(jax_like(sized_backend)(supported=everything - {"offload:activation"}), budget_gib=26)
+        assert exposed.result.time.estimate_s <= without.result.time.estimate_s * 1.001
+
+    def test_no_preset_that_fits_is_estimated_faster_when_planned(self, sized_backend):
+        """By the plan's own estimate, not the model's: each preset is planned as a user would."""
+        backend = jax_like(sized_backend, exposed_share=0.3)()
+        found = tuned(backend, budget_gib=26)
+        setting = prepare(workload=LLAMA_8B, backend=backend, target="gpu:h100:8")
+        names = ("full-recompute", "offload-inputs", "offload-attention", "offload-all")
+        planned = {name: plan_policy(f"configs/policies/gpu/{name}.yaml", setting) for name in names}
+        fitting = {name: plan for name, plan in planned.items() if plan.measured.peak_bytes <= 26 * GIB}
+        assert len(fitting) >= 3
+        for name, plan in fitting.items():
+            assert found.result.time.estimate_s <= plan.time.estimate_s * 1.0001, name
 
     def test_a_target_without_rates_is_refused(self, sized_backend):
         with pytest.raises(MemoptError) as error:

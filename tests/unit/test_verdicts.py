@@ -51,10 +51,27 @@ def test_a_budget_above_the_device_does_not_make_it_larger():
     assert [verdict.fits for verdict in found] == [True, False]
 
 
+def pool_with(declared_gib, host_gib):
+    loaded = load_target("gpu:gb200:4")
+    capacity = capacity_of(loaded, "jax", num_devices=4)
+    options = {"pinned_pool_gib": declared_gib}
+    found = verdicts(measured(10, host_gib), capacity, target=loaded, framework="jax", budget={}, options=options)
+    return next(verdict for verdict in found if verdict.name == "host pool")
+
+
+def test_a_declared_pinned_pool_replaces_the_default_cap_and_says_what_to_set():
+    enough = pool_with(130, host_gib=30)
+    assert enough.fits is True
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=130" in enough.setting
+    short = pool_with(100, host_gib=30)
+    assert short.fits is False
+    assert "raise `pinned_pool_gib` to 126" in short.setting
+
+
 def test_pool_and_ram_are_two_verdicts_with_two_remedies():
     found = judge(measured(10, host_gib=30))  # 120 GiB a node: above the pool's 64 GB, far below 960 GB of RAM
     assert found["host pool"].fits is False
-    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=136" in found["host pool"].setting
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=126" in found["host pool"].setting
     assert found["host RAM"].fits is True
     found = judge(measured(10, host_gib=335))
     assert found["host RAM"].fits is False
