@@ -298,5 +298,6 @@ def _engine(model: nn.Module, plan: Plan, names: Names) -> Any:
         blocking=options.get("communication", "async") == "blocking",
         timeout_s=options.get("timeout_s"),
         accumulate_steps=plan.accumulate_steps if last else 1,
+        keeps_gradients=plan.accumulate_steps > 1 and not last,
         agree_on_unused=options.get("unused_parameters", "auto") == "agree",
     )

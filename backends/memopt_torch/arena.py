@@ -4,6 +4,9 @@ Two layers are never whole at once for longer than the schedule needs, so their 
 the blocks over one step are known before it runs (the order of the units and how far ahead they are gathered); the
 planner turns them into offsets. Nothing is allocated during training, and the bytes are known, and printed, before it.
 
+Reduced gradients live from a unit's reduction to the optimizer step, when ever fewer weights are needed: they lie where
+the arena has room for them at no further byte, and have memory of their own where it has none.
+
 Everything here except `Arena` is a pure function of sizes, so a plan can be made where nothing is allocated.
 """
 
@@ -51,6 +54,8 @@ class UnitSizes:
         resident: Gathered from the first forward event to the last backward one (weights used across the model).
         prefetch_forward: Units gathered ahead of it in the forward pass.
         prefetch_backward: The same in the backward pass.
+        reduced_nbytes: This rank's part of the reduced gradient; 0 where it must have memory of its own, because it
+            stays through the next forward pass or is reduced in place.
     """
 
     name: str
@@ -62,6 +67,7 @@ class UnitSizes:
     resident: bool = False
     prefetch_forward: int = 1
     prefetch_backward: int = 1
+    reduced_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +75,13 @@ class ArenaPlan:
     """Offsets of every block.
 
     Attributes:
-        blocks: As given.
+        blocks: Weights and gradient slot of each unit in turn.
         offsets: Byte offset of each block.
         nbytes: Size of the one allocation.
         floor_nbytes: Bytes in use at the busiest moment: no plan can be smaller.
         kept: Names of the units that stay gathered between forward and backward.
+        reduced: The reduced gradient of each unit.
+        reduced_offsets: Where those lie; None for the ones with memory of their own.
     """
 
     blocks: tuple[Block, ...]
@@ -81,10 +89,17 @@ class ArenaPlan:
     nbytes: int
     floor_nbytes: int
     kept: frozenset[str] = field(default_factory=frozenset)
+    reduced: tuple[Block, ...] = ()
+    reduced_offsets: tuple[int | None, ...] = ()
+
+    def placed(self) -> list[tuple[Block, int]]:
+        """Every block that lies in the arena, with its offset."""
+        both = zip((*self.blocks, *self.reduced), (*self.offsets, *self.reduced_offsets), strict=True)
+        return [(block, offset) for block, offset in both if offset is not None and block.nbytes]
 
     def table(self) -> str:
         """The plan as text, largest blocks first."""
-        rows = sorted(zip(self.blocks, self.offsets, strict=True), key=lambda row: (-row[0].nbytes, row[0].name))
+        rows = sorted(self.placed(), key=lambda row: (-row[0].nbytes, row[0].name))
         lines = [f"{block.name:40s} {block.nbytes:>14,d} bytes at {offset:>14,d}" for block, offset in rows]
         total = f"arena: {self.nbytes:,d} bytes in one allocation (busiest moment {self.floor_nbytes:,d})"
         return "\n".join([*lines, total])
@@ -134,25 +149,49 @@ def lifetimes(units: Sequence[UnitSizes], *, grad_slots: int = 1) -> tuple[Block
     return tuple(blocks)
 
 
+def reduced_lifetimes(units: Sequence[UnitSizes]) -> tuple[Block, ...]:
+    """A block a unit for its reduced gradient: from its backward event to the end of the step."""
+    end = 2 * len(units) - 1
+    # What a resident unit's slot brings may be wanted at any time of the backward pass.
+    starts = (len(units) if unit.resident else end - i for i, unit in enumerate(units))
+    return tuple(
+        Block(f"reduced {unit.name}", unit.reduced_nbytes, ((start, end),))
+        for unit, start in zip(units, starts, strict=True)
+    )
+
+
+def _first_fit(block: Block, placed: Sequence[tuple[Block, int]]) -> int:
+    """The lowest offset where nothing that the block meets lies."""
+    taken = sorted((at, at + _round_up(other.nbytes)) for other, at in placed if block.meets(other))
+    size, offset = _round_up(block.nbytes), 0
+    for start, stop in taken:
+        if offset + size <= start:
+            break
+        offset = max(offset, stop)
+    return offset
+
+
 def _place(blocks: Sequence[Block], order: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """First fit: each block at the lowest offset where nothing that it meets lies."""
     offsets = [0] * len(blocks)
-    placed: list[int] = []
-    total = 0
+    placed: list[tuple[Block, int]] = []
     for i in order:
-        size = _round_up(blocks[i].nbytes)
-        taken = sorted(
-            (offsets[j], offsets[j] + _round_up(blocks[j].nbytes)) for j in placed if blocks[i].meets(blocks[j])
-        )
-        offset = 0
-        for start, stop in taken:
-            if offset + size <= start:
-                break
-            offset = max(offset, stop)
-        offsets[i] = offset
-        placed.append(i)
-        total = max(total, offset + size)
-    return tuple(offsets), total
+        offsets[i] = _first_fit(blocks[i], placed)
+        placed.append((blocks[i], offsets[i]))
+    return tuple(offsets), max((at + _round_up(block.nbytes) for block, at in placed), default=0)
+
+
+def _place_within(
+    blocks: Sequence[Block], order: Sequence[int], taken: Sequence[tuple[Block, int]], ceiling: int
+) -> tuple[int | None, ...]:
+    """As many of the blocks as fit beside what is there without a byte more."""
+    offsets: list[int | None] = [None] * len(blocks)
+    placed = list(taken)
+    for i in order:
+        offset = _first_fit(blocks[i], placed)
+        if offset + _round_up(blocks[i].nbytes) <= ceiling:
+            offsets[i] = offset
+            placed.append((blocks[i], offset))
+    return tuple(offsets)
 
 
 def plan_arena(units: Sequence[UnitSizes], *, grad_slots: int = 1) -> ArenaPlan:
@@ -179,22 +218,38 @@ def plan_arena(units: Sequence[UnitSizes], *, grad_slots: int = 1) -> ArenaPlan:
         ),
         default=0,
     )
-    return ArenaPlan(blocks, offsets, total, floor, kept_units(units))
+    reduced = reduced_lifetimes(units)
+    taken = [(blocks[i], offsets[i]) for i in indices]
+    reduced_offsets = _reduced_offsets(reduced, taken, total)
+    return ArenaPlan(blocks, offsets, total, floor, kept_units(units), reduced, reduced_offsets)
+
+
+def _reduced_offsets(
+    reduced: Sequence[Block], taken: Sequence[tuple[Block, int]], total: int
+) -> tuple[int | None, ...]:
+    """The best of three orders: the latest first (they meet least), the earliest, the largest."""
+    indices = [i for i, block in enumerate(reduced) if block.nbytes]
+    orders = (indices, indices[::-1], sorted(indices, key=lambda i: (-reduced[i].nbytes, i)))
+    tries = [_place_within(reduced, order, taken, total) for order in orders]
+    return max(tries, key=lambda at: sum(b.nbytes for b, offset in zip(reduced, at, strict=True) if offset is not None))
+
+
+TenantKind = Literal["weights", "gradients", "reduced"]
 
 
 class Tenant:
     """A block at run time: where it lies, which blocks share its memory, and whether it is in use.
 
     Attributes:
-        kind: `weights` or `gradients`.
-        owner: The unit (weights) or section (gradients) whose data it holds.
+        kind: `weights`, `gradients` (on their way to the reduction) or `reduced` (what it brought).
+        owner: The section whose data it holds.
         neighbours: Blocks that share memory with this one.
         occupied: Holds live data now.
     """
 
     __slots__ = ("kind", "nbytes", "neighbours", "occupied", "offset", "owner")
 
-    def __init__(self, kind: Literal["weights", "gradients"], owner: object, offset: int, nbytes: int) -> None:
+    def __init__(self, kind: TenantKind, owner: object, offset: int, nbytes: int) -> None:
         self.kind = kind
         self.owner = owner
         self.offset = offset
@@ -215,7 +270,7 @@ class Arena:
         """A 1-D view of `numel` values at a byte offset."""
         return self.storage[offset : offset + numel * dtype.itemsize].view(dtype)
 
-    def tenant(self, kind: Literal["weights", "gradients"], owner: object, *, offset: int, nbytes: int) -> Tenant:
+    def tenant(self, kind: TenantKind, owner: object, *, offset: int, nbytes: int) -> Tenant:
         """Registers a block and finds the ones it shares memory with."""
         new = Tenant(kind, owner, offset, nbytes)
         shares = [t for t in self._tenants if t.offset < offset + nbytes and offset < t.offset + t.nbytes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -93,6 +94,9 @@ def sizes_of(engine: Engine, layers: set[str]) -> list[UnitSizes]:
             resident=unit.resident,
             prefetch_forward=unit.prefetch_forward,
             prefetch_backward=unit.prefetch_backward,
+            reduced_nbytes=0
+            if engine.keeps_gradients
+            else sum(s.shard_numel * s.held_dtype.itemsize for s in unit.sections if s.stages_gradients),
         )
         for unit in engine.units
     ]
@@ -123,31 +127,58 @@ def materialise(engine: Engine) -> Arena:
         meta.initialise_buffers(engine.model)
     device = next((s.device for unit in engine.units for s in unit.sections), torch.device("cpu"))
     arena = Arena(engine.arena_plan, device=device)
-    for unit, weights_at, gradients_at in zip(
-        engine.units, engine.arena_plan.offsets[::2], engine.arena_plan.offsets[1::2], strict=True
+    plan = engine.arena_plan
+    for unit, weights_at, gradients_at, reduced_at in zip(
+        engine.units, plan.offsets[::2], plan.offsets[1::2], plan.reduced_offsets, strict=True
     ):
+        place = _Place(arena, weights_at, gradients_at, reduced_at)
         for section in unit.sections:
-            weights_at, gradients_at = _lay_out(engine, arena, section, weights_at, gradients_at)
+            place.lay_out(engine, section)
     return arena
 
 
-def _lay_out(engine: Engine, arena: Arena, section: Section, weights_at: int, gradients_at: int) -> tuple[int, int]:
-    """Gives a section its places in the arena; returns where the unit's next section goes."""
-    if section.gathers_into_arena:
-        section.gathered = arena.view(weights_at, section.padded_numel, section.compute_dtype)
-        nbytes = section.padded_numel * section.compute_dtype.itemsize
-        section.weights = arena.tenant("weights", section, offset=weights_at, nbytes=nbytes)
-        weights_at += nbytes
-    elif section.whole is not None:
-        section.gathered = section.whole
-    if section.stages_gradients and not _slot_in_arena(engine, section):
-        section.slot = torch.zeros(section.padded_numel, dtype=section.reduce_dtype, device=section.device)
-    elif section.stages_gradients:
-        nbytes = section.padded_numel * section.reduce_dtype.itemsize
-        section.slot = arena.view(gradients_at, section.padded_numel, section.reduce_dtype)
-        section.gradients = arena.tenant("gradients", section, offset=gradients_at, nbytes=nbytes)
-        gradients_at += nbytes
-    section.make_views()
-    if engine.reduction.manages(section):
-        section.make_gradients()
-    return weights_at, gradients_at
+@dataclass
+class _Place:
+    """Where in the arena a unit's next section goes: byte offsets of weights, gradient slot and reduced gradient."""
+
+    arena: Arena
+    weights_at: int
+    gradients_at: int
+    reduced_at: int | None
+
+    def lay_out(self, engine: Engine, section: Section) -> None:
+        """Gives a section its memory."""
+        self._weights(section)
+        self._slot(engine, section)
+        section.make_views()
+        if engine.reduction.manages(section):
+            section.make_gradients(self._reduced(section))
+
+    def _weights(self, section: Section) -> None:
+        if section.gathers_into_arena:
+            section.gathered = self.arena.view(self.weights_at, section.padded_numel, section.compute_dtype)
+            nbytes = section.gathered.nbytes
+            section.weights = self.arena.tenant("weights", section, offset=self.weights_at, nbytes=nbytes)
+            self.weights_at += nbytes
+        elif section.whole is not None:
+            section.gathered = section.whole
+
+    def _slot(self, engine: Engine, section: Section) -> None:
+        if not section.stages_gradients:
+            return
+        if not _slot_in_arena(engine, section):
+            section.slot = torch.zeros(section.padded_numel, dtype=section.reduce_dtype, device=section.device)
+            return
+        section.slot = self.arena.view(self.gradients_at, section.padded_numel, section.reduce_dtype)
+        nbytes = section.slot.nbytes
+        section.gradients = self.arena.tenant("gradients", section, offset=self.gradients_at, nbytes=nbytes)
+        self.gradients_at += nbytes
+
+    def _reduced(self, section: Section) -> torch.Tensor | None:
+        """Arena memory for the reduced gradient, if there is room for the unit's."""
+        if self.reduced_at is None or not section.stages_gradients:
+            return None
+        reduced = self.arena.view(self.reduced_at, section.shard_numel, section.held_dtype)
+        section.reduced = self.arena.tenant("reduced", section, offset=self.reduced_at, nbytes=reduced.nbytes)
+        self.reduced_at += reduced.nbytes
+        return reduced

@@ -8,6 +8,7 @@ stops with an error that names the unit.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,9 @@ from .reduction import Reduction
 from .schedule import Schedule
 from .sharded import whole_tensor
 from .traversal import tensors_in
-from .units import Dtypes, Unit, UnitRequest, Use
+from .units import Dtypes, Section, Unit, UnitRequest, Use
+
+log = logging.getLogger("memopt")
 
 
 def in_backward_pass() -> bool:
@@ -63,6 +66,8 @@ class Engine(Gathering):
         blocking: Wait for each collective where it is issued.
         timeout_s: After which a collective counts as stalled; None leaves it to the process group.
         accumulate_steps: Backward passes per optimizer step when gradients are reduced at the last only.
+        keeps_gradients: Reduced gradients are kept through forward passes (accumulation that reduces each time), so
+            they share no memory with weights.
         agree_on_unused: Ranks agree in every backward pass on which parameters were used.
     """
 
@@ -77,6 +82,7 @@ class Engine(Gathering):
         blocking: bool = False,
         timeout_s: float | None = None,
         accumulate_steps: int = 1,
+        keeps_gradients: bool = False,
         agree_on_unused: bool = False,
     ) -> None:
         check_requests(requests)
@@ -91,6 +97,7 @@ class Engine(Gathering):
         ]
         layers = {request.name for request in requests if request.is_layer}
         self.accumulate_steps = accumulate_steps
+        self.keeps_gradients = keeps_gradients
         self.arena_plan = plan_arena(sizes_of(self, layers), grad_slots=grad_slots)
         for unit in self.units:
             unit.keep = unit.keep or unit.name in self.arena_plan.kept
@@ -150,6 +157,7 @@ class Engine(Gathering):
         self.recover()
         self._refuse_unfrozen()
         self.schedule.start_forward()
+        self.reduction.before_forward()
         for unit in self.units:
             unit.active = 0
             unit.calls.clear()
@@ -379,7 +387,7 @@ class Engine(Gathering):
             for section in unit.sections:
                 if not section.in_place:
                     yield (section.whole if section.whole is not None else section.shard), "param"
-                if section.grad is not None:
+                if section.grad is not None and section.reduced is None:
                     yield section.grad, "grad"
                 if section.slot is not None and section.gradients is None:
                     yield section.slot, "grad"
@@ -394,6 +402,15 @@ class Engine(Gathering):
             for unit in self.units
             for section, entry in unit.entries()
             if section.in_place
+        )
+
+    def note_kept_gradient(self, section: Section) -> None:
+        """A gradient is still held when weights need its place in the arena."""
+        log.info(
+            "gradients of unit %s are kept through a forward pass: they get %d bytes of their own (with `accumulate: "
+            "{steps: N}` in the policy they have them from the start, and the plan counts them)",
+            section.unit.name,
+            section.shard_numel * section.held_dtype.itemsize,
         )
 
     def remove(self) -> None:

@@ -96,6 +96,9 @@ class Gathering:
         if tenant.kind == "gradients":
             self.reduction.flush(section)
             return
+        if tenant.kind == "reduced":
+            self.reduction.clear_reduced(section)
+            return
         unit: Unit = section.unit
         if unit.active or unit.resident:
             raise MemoptError.of(

@@ -124,6 +124,8 @@ class Reduction:
             self.engine.acquire(section.gradients)
         if not section.opened:
             section.opened = True
+            if section.reduced is not None and any(entry.held.grad is not None for entry in section.entries):
+                self._claim_reduced(section)  # kept gradients are about to be brought there
             # Parameters that modules use as they are carry their own gradients; autograd adds to them.
             section.carries = not section.in_place and section.accumulates()
             if section.carries and section.layout == "zero1" and section.grad is not None:
@@ -157,6 +159,8 @@ class Reduction:
         assert section.grad is not None
         self._zero_missing(section)
         section.direct = not section.carries and section.grad.dtype == section.slot.dtype
+        if section.direct:
+            self._claim_reduced(section)
         out = section.grad if section.direct else section.own_part(section.slot)
         section.pending = self.engine.collectives.reduce_scatter(out, section.slot, unit=section.unit.name)
 
@@ -207,6 +211,7 @@ class Reduction:
             self.engine.collectives.all_reduce_mean(out, unit=section.unit.name, replicas_only=True).wait()
         if section.direct:
             return
+        self._claim_reduced(section)
         if section.carries:
             section.grad.add_(out)
         else:
@@ -217,6 +222,32 @@ class Reduction:
         if not section.launched:
             self._launch(section)
         self._finish(section)
+
+    def _claim_reduced(self, section: Section) -> None:
+        """Takes the arena's place of a reduced gradient. In a pass out of order weights may lie there: they stay."""
+        if section.reduced is None or section.reduced.occupied:
+            return
+        if any(other.occupied and other.kind == "weights" for other in section.reduced.neighbours):
+            section.move_gradient_out()
+        else:
+            self.engine.acquire(section.reduced)
+
+    def clear_reduced(self, section: Section) -> None:
+        """Empties the arena's place of a reduced gradient: what is still wanted moves to memory of its own for good."""
+        if section.launched:
+            self._finish(section)
+        if section.holds_gradient:
+            self.engine.note_kept_gradient(section)
+            section.move_gradient_out()
+        elif section.reduced is not None:
+            section.reduced.occupied = False
+
+    def before_forward(self) -> None:
+        """Weights come where reduced gradients lay; the optimizer has used those, or they are kept elsewhere."""
+        for unit in self.engine.units:
+            for section in unit.sections:
+                if section.reduced is not None and (section.reduced.occupied or section.holds_gradient):
+                    self.clear_reduced(section)
 
     # ------------------------------------------------------------------ the end of backward
 

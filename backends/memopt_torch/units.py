@@ -114,6 +114,7 @@ class Section:
         whole: Every value in the held dtype where each rank keeps all, else None.
         gathered: Every value in the compute dtype while in use: in the arena, or `whole` itself.
         grad: Reduced gradient, held dtype: [shard_numel], or [padded_numel] for `zero1` and `whole`.
+        reduced: The place of `grad` in the arena; None where it has memory of its own.
         slot: Where whole gradients are staged for the reduce-scatter; None where they are reduced in `grad`.
     """
 
@@ -135,6 +136,7 @@ class Section:
         self.shard_numel = self.padded_numel // self.size
         self.weights: Tenant | None = None
         self.gradients: Tenant | None = None
+        self.reduced: Tenant | None = None
         self.shard: torch.Tensor
         self.whole: torch.Tensor | None = None
         self.gathered: torch.Tensor
@@ -240,24 +242,49 @@ class Section:
             view = self.gathered[entry.offset : entry.offset + entry.numel].view(entry.shape)
             entry.used = nn.Parameter(view.data, requires_grad=entry.held.requires_grad)
 
-    def make_gradients(self) -> None:
-        """Allocates the reduced gradient and the views on both ends of the reduction."""
+    def make_gradients(self, memory: torch.Tensor | None) -> None:
+        """Sets up the reduced gradient and the views on both ends of the reduction.
+
+        Args:
+            memory: For the reduced gradient; None allocates it.
+        """
         if not self.trainable:
             return
         numel = self.shard_numel if self.stages_gradients else self.padded_numel
-        self.grad = torch.zeros(numel, dtype=self.held_dtype, device=self.device)
-        low = self.rank * self.shard_numel
+        if memory is None:
+            memory = torch.zeros(numel, dtype=self.held_dtype, device=self.device)
+        self._point_gradients_at(memory)
         for entry in self.entries:
-            span = slice(entry.offset, entry.offset + entry.numel)
-            mine = self.grad if self.stages_gradients else self.own_part(self.grad)
+            staged = self.slot if self.slot is not None else memory
+            entry.staging = staged[entry.offset : entry.offset + entry.numel].view(entry.shape)
+
+    def _point_gradients_at(self, memory: torch.Tensor) -> None:
+        self.grad = memory
+        low = self.rank * self.shard_numel
+        mine = memory if self.stages_gradients else self.own_part(memory)
+        for entry in self.entries:
             if self.layout == "whole":
-                entry.grad_view = self.grad[span]
+                entry.grad_view = memory[entry.offset : entry.offset + entry.numel]
                 entry.grad = entry.grad_view.view(entry.shape)
             else:
                 entry.grad_view = self._held_values(entry, low, None, mine)
                 entry.grad = ShardedTensor(entry.grad_view, entry.held.slice)  # type: ignore[attr-defined]
-            staged = self.slot if self.slot is not None else self.grad
-            entry.staging = staged[span].view(entry.shape)
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether `grad` holds values that somebody will read: reduced in this backward pass, or kept by the user."""
+        return self.sent or any(entry.held.grad is entry.grad is not None for entry in self.entries)
+
+    def move_gradient_out(self) -> None:
+        """Gives the reduced gradient memory of its own for good, and takes along what it holds."""
+        assert self.grad is not None  # sections with a place in the arena have one
+        kept = [entry for entry in self.entries if entry.held.grad is entry.grad]
+        self._point_gradients_at(self.grad.clone())
+        for entry in kept:
+            entry.held.grad = entry.grad
+        assert self.reduced is not None
+        self.reduced.occupied = False
+        self.reduced = None
 
     def swap(self, *, used: bool) -> None:
         """Lets the modules see the gathered parameters, or the held ones again."""

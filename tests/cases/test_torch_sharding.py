@@ -110,7 +110,7 @@ def test_gradients_exist_for_trainable_parameters_only() -> None:
         run = memopt.apply_policy(model, policy(SHARD))
         model(vectors(dist.get_rank(), 32)).backward()
         planned = sum(row.nbytes for row in run.plan.rows_of("grad"))
-        resident = sum(tensor.nbytes for tensor, role in run.engine.buffers() if role == "grad")
+        resident = sum(s.grad.nbytes for unit in run.engine.units for s in unit.sections if s.grad is not None)
         return planned, resident
 
     for planned, resident in run_ranks(job, 2):

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from memopt.errors import MemoptError
 from memopt_torch.arena import UnitSizes, lifetimes, plan_arena
 from memopt_torch.collectives import Collectives, Pending
 from memopt_torch.engine import Engine
+from memopt_torch.measure import StepMeter
 from memopt_torch.reduction import Reduction
 from memopt_torch.testing import run_fake, run_ranks
 from memopt_torch.units import Section
@@ -36,6 +38,7 @@ sizes = st.builds(
     resident=st.booleans(),
     prefetch_forward=st.integers(0, 2),
     prefetch_backward=st.integers(0, 2),
+    reduced_nbytes=st.integers(0, 2000),
 )
 
 
@@ -43,13 +46,15 @@ sizes = st.builds(
 @settings(max_examples=200, deadline=None)
 def test_blocks_in_use_together_never_share_memory(units: list[UnitSizes], grad_slots: int) -> None:
     plan = plan_arena(units, grad_slots=grad_slots)
-    placed = [(b, o) for b, o in zip(plan.blocks, plan.offsets, strict=True) if b.nbytes]
+    placed = plan.placed()
     for i, (a, at) in enumerate(placed):
         assert at + a.nbytes <= plan.nbytes
         for b, bt in placed[i + 1 :]:
             if a.meets(b):
                 assert at + a.nbytes <= bt or bt + b.nbytes <= at
     assert plan.floor_nbytes <= plan.nbytes
+    alone = plan_arena([replace(unit, reduced_nbytes=0) for unit in units], grad_slots=grad_slots)
+    assert plan.nbytes == alone.nbytes, "reduced gradients cost the arena nothing"
 
 
 def test_the_arena_of_llama_3_8b_is_within_its_bound() -> None:
@@ -98,6 +103,72 @@ def test_planned_arena_bytes_are_the_bytes_allocated(tools: Any) -> None:
     for planned, allocated, table in run_ranks(job, 2):
         assert planned == allocated > 0
         assert f"{planned:,d} bytes in one allocation" in table
+
+
+def own_gradient_bytes(engine: Engine) -> int:
+    return sum(t.nbytes for t, role in engine.buffers() if role == "grad")
+
+
+@pytest.mark.parametrize("order", ["zero_before_forward", "zero_after_forward", "evaluates_before_step"])
+def test_reduced_gradients_lie_in_the_arena_until_a_forward_pass_comes_while_they_are_held(
+    tools: Any, order: str
+) -> None:
+    def step(model: Any, opt: Any, number: int, reduce: Callable[[Any], None], run: Any) -> float:
+        tokens = tools.batch(number, tools.rank())
+        if order == "zero_before_forward":
+            opt.zero_grad()
+        loss = tools.loss(model, tokens)
+        if order == "zero_after_forward":
+            opt.zero_grad()
+        loss.backward()
+        reduce(model)
+        if order == "evaluates_before_step":
+            with torch.no_grad():
+                tools.loss(model, tools.batch(99, 0))
+        opt.step()
+        if order == "evaluates_before_step":
+            opt.zero_grad()
+        return loss.item()
+
+    def job() -> tuple[list[float], list[float], int, int, int]:
+        expected = tools.train_plain(tools.llama(), steps=6, step=step)
+        model = tools.llama()
+        policy = tools.policy(tools.shard())
+        whole = sum(-(-p.numel() // 2) * 4 for p in model.parameters())
+        run = memopt.apply_policy(model, policy)
+        opt = run.optimizer(torch.optim.AdamW, lr=1e-3)
+        before = own_gradient_bytes(run.engine)
+        losses = [step(model, opt, number, lambda model: None, run) for number in range(6)]
+        return expected, losses, before, own_gradient_bytes(run.engine), whole
+
+    for expected, losses, before, after, whole in run_ranks(job, 2):
+        assert losses == expected
+        assert before < whole
+        assert (after == before) == (order == "zero_before_forward")
+        assert after <= whole + 1024
+
+
+def test_the_weight_bound_peak_is_below_the_figures_of_others(tools: Any) -> None:
+    def job(prefetch: int) -> float:
+        torch.manual_seed(0)
+        model = tools.llama(layers=8, hidden=256, vocab=2048, intermediate=688)
+        ahead = {"unit_defaults": {"prefetch": {"forward": prefetch, "backward": prefetch}}}
+        run = memopt.apply_policy(model, tools.policy(tools.shard(), **ahead))
+        opt = run.optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
+        tokens = torch.zeros(1, 8, dtype=torch.long)
+        for _ in range(2):
+            tools.loss(model, tokens).backward()
+            opt.step()
+            opt.zero_grad()
+        with StepMeter(model, optimizers=(opt,), engine=run.engine, batch=tokens) as meter:
+            tools.loss(model, tokens).backward()
+            opt.step()
+            opt.zero_grad()
+        peak = meter.result().peak
+        return (peak.nbytes - peak.by_role["param"] - peak.by_role["optimizer_state"]) / 2**20
+
+    assert run_fake(job, 8, 1) <= 16.8  # YaFSDP's, at its setting
+    assert run_fake(job, 8, 0) <= 14.8  # FSDP2's
 
 
 @pytest.mark.parametrize("engine_options", [{}, {"communication": "blocking"}, {"gradient_slots": 2}])

@@ -114,7 +114,7 @@ def test_frozen_weights_keep_their_dtype_and_have_no_gradient_bytes(tools: Any) 
         tools.loss(model, tools.batch(0, dist.get_rank())).backward()
         frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
         trained = {p.dtype for p in model.parameters() if p.requires_grad}
-        grads = sum(t.nbytes for t, role in run.engine.buffers() if role == "grad")
+        grads = sum(s.grad.nbytes for unit in run.engine.units for s in unit.sections if s.grad is not None)
         planned = sum(row.nbytes for row in run.plan.rows_of("grad"))
         return frozen, trained, grads, planned
 
