@@ -32,28 +32,27 @@ def layouts_of(plan: Plan) -> dict[str, Layout]:
         MemoptError: `layout-unsupported` for splits along a dimension, which flat units do not have.
     """
     rows: dict[str, dict[str, PlanRow]] = {}
+    odd: dict[tuple[str | None, str], list[str]] = {}
     for row in plan.rows:
         if row.role in ("param", "grad", "optimizer_state"):
             rows.setdefault(row.path, {})[row.role] = row
-    problems = []
-    layouts: dict[str, Layout] = {}
-    for path, by_role in rows.items():
-        for row in by_role.values():
-            odd = {axis: d for axis, d in row.layout.items() if axis != "fsdp" or d != -1}
-            if odd:
-                problems.append(
-                    Problem(
-                        "layout-unsupported",
-                        f"rule `{row.rules.get('layout')}` splits {row.role} over {odd}; the layer engine splits flat "
-                        "units over `fsdp` alone",
-                        path=path,
-                        hint="write `axis: fsdp`, or set backend_options.torch.engine: fsdp2",
-                    )
-                )
-        layouts[path] = _layout(by_role)
-    if problems:
-        raise MemoptError(problems)
-    return layouts
+            elsewhere = {axis: d for axis, d in row.layout.items() if axis != "fsdp" or d != -1}
+            if elsewhere:
+                odd.setdefault((row.rules.get("layout"), str(elsewhere)), []).append(row.path)
+    if odd:
+        raise MemoptError([_unlike_flat(rule, layout, paths) for (rule, layout), paths in odd.items()])
+    return {path: _layout(by_role) for path, by_role in rows.items()}
+
+
+def _unlike_flat(rule: str | None, layout: str, paths: list[str]) -> Problem:
+    num_others = len(set(paths)) - 1
+    others = f" and {num_others} more" if num_others else ""
+    return Problem(
+        "layout-unsupported",
+        f"rule `{rule}` splits `{paths[0]}`{others} over {layout}; the layer engine splits units over `fsdp` alone",
+        path=paths[0],
+        hint="write `axis: fsdp`, or set backend_options.torch.engine: fsdp2",
+    )
 
 
 def _layout(by_role: Mapping[str, PlanRow]) -> Layout:
