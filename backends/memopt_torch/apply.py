@@ -54,6 +54,8 @@ class Applied:
         self._names = names
         self._optimizers: list[Optimizer] = []
         self.optimizer_offloads: list[Any] = []
+        self.waiting_state: Any = None
+        self._saver: Any = None
         self._step_ends: list[float] = []
         self._measured: Any = None
 
@@ -79,6 +81,10 @@ class Applied:
         repoint(optimizer)
         self._place_state(optimizer)
         self._optimizers.append(optimizer)
+        if self.waiting_state is not None:
+            from .checkpoint import claim_state
+
+            claim_state(self, optimizer)
         optimizer.register_step_post_hook(lambda *_: self._step_ends.append(time.perf_counter()))
         return optimizer
 
@@ -220,17 +226,35 @@ class Applied:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self, directory: Any, **extra: Any) -> None:
+    def save(self, directory: Any, *, async_save: bool = False, **extra: Any) -> Any:
         """Writes a sharded checkpoint; it appears whole or not at all, and nothing is gathered.
 
         Args:
             directory: A folder that does not exist yet, or an earlier checkpoint to replace.
+            async_save: Copies this rank's parts to host memory and writes them while training goes on.
             extra: Plain values to come back from `load` (step counts, seeds, data positions).
+
+        Returns:
+            With `async_save` a `memopt_torch.saving.PendingSave`, whose `wait()` returns when the checkpoint is there
+            and raises what went wrong; else None. A save or load waits for the one under way, and raises its error if
+            nobody has been told of it.
+
+        Raises:
+            MemoptError: `checkpoint-extra`, `checkpoint-target-occupied`, `checkpoint-write-failed`,
+                `async-save-needs-gloo`.
         """
-        from .checkpoint import save
+        from .checkpoint import contents_of
 
         self._settle()
-        save(self, directory, extra)
+        contents = contents_of(self.model, self.optimizers, extra)
+        return self._save_with().save(contents, directory, in_background=async_save)
+
+    def _save_with(self) -> Any:
+        from .saving import Saver
+
+        if self._saver is None:
+            self._saver = Saver()
+        return self._saver
 
     def load_pretrained(self, folder: Any, *, strict: bool = True) -> None:
         """Reads a Transformers checkpoint (safetensors); each rank reads only the parts it holds.
@@ -253,12 +277,15 @@ class Applied:
     def load(self, directory: Any) -> dict[str, Any]:
         """Reads a checkpoint made at any world size, under any policy or none; returns what `save` was given.
 
+        State of optimizers that are made later is read when `optimizer` makes them.
+
         Raises:
             MemoptError: `checkpoint-mismatch`, naming every key that is missing, left over or of another shape.
         """
         from .checkpoint import load
 
         self._settle()
+        self._save_with().settle()
         return load(self, directory)
 
 

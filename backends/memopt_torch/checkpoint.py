@@ -1,16 +1,12 @@
 """Sharded checkpoints: torch.distributed.checkpoint files of whole tensors, each rank writing the parts it holds.
 
 Keys and shapes are the plain model's, so a checkpoint is read at another world size, under another policy, by FSDP2,
-and by a model under no policy at all. Nothing is gathered. The files are written beside the target and renamed at the
-end: a checkpoint is there whole or not at all.
+and by a model under no policy at all. Nothing is gathered. What is saved, and loading, are here; `saving` writes.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +16,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from memopt.errors import MemoptError, MemoptWarning, Problem
+from memopt.errors import MemoptError, Problem
 from memopt.matching import WRAPPERS
 
 from .matrix_optimizers import OwnerOptimizer
+from .optimizers import clear_waiting_state, note_waiting_state
+from .saving import ABOUT, quiet
 
 if TYPE_CHECKING:
     from .apply import Applied
 
 FORMAT = 1
-ABOUT = "memopt.json"
 
 
 def plain_name(raw: str) -> str:
@@ -116,123 +112,6 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-# ---------------------------------------------------------------------- saving
-
-
-def save(applied: Applied, directory: Any, extra: Mapping[str, Any]) -> None:
-    """See `Applied.save`."""
-    contents = contents_of(applied.model, applied.optimizers, extra)
-    write(contents, Path(directory))
-
-
-def write(contents: Contents, target: Path) -> None:
-    """Writes beside the target, then renames.
-
-    Raises:
-        MemoptError: `checkpoint-write-failed`, `checkpoint-target-occupied`; what was there before is untouched.
-    """
-    target = target.absolute()
-    _refuse_occupied(target)
-    partial = target.with_name(f"{target.name}.writing")
-    _on_first_rank(lambda: _clear(partial))
-    try:
-        dcp.save(contents.tensors, checkpoint_id=partial, no_dist=not dist.is_initialized())  # type: ignore[arg-type]
-        _on_first_rank(lambda: _publish(contents, partial, target))
-    except (CheckpointException, OSError) as error:
-        if _rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise MemoptError.of(
-            "checkpoint-write-failed",
-            f"could not write `{target}`: {_cause(error)}",
-            path=str(target),
-            hint="nothing was replaced: an earlier checkpoint there is as it was. Free space or choose another folder",
-        ) from error
-
-
-def _refuse_occupied(target: Path) -> None:
-    """Only an earlier checkpoint is replaced: anything else at the places a save writes to is the user's own."""
-    found = [_occupied(target)] if _rank() == 0 else [[]]
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    if found[0]:
-        raise MemoptError(
-            Problem(
-                "checkpoint-target-occupied",
-                f"`{path}` exists and is not a checkpoint: saving would delete it",
-                path=path,
-                hint="pass a folder that does not exist yet, is empty, or holds an earlier checkpoint and nothing else",
-            )
-            for path in found[0]
-        )
-
-
-def _occupied(target: Path) -> list[str]:
-    beside = (target.with_name(f"{target.name}.{suffix}") for suffix in ("writing", "previous"))
-    return [str(path) for path in (target, *beside) if path.exists() and not (path.is_dir() and _is_ours(path))]
-
-
-def _is_ours(folder: Path) -> bool:
-    """Empty, a checkpoint, or what a killed save has left of one."""
-    return all(
-        entry.name == ABOUT or entry.name.startswith(".metadata") or ".distcp" in entry.name
-        for entry in folder.iterdir()
-    )
-
-
-def _cause(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
-    return str(error)
-
-
-def _clear(partial: Path) -> None:
-    """Removes what a save that was killed has left."""
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _publish(contents: Contents, partial: Path, target: Path) -> None:
-    """The rename that makes it a checkpoint. An earlier one steps aside first and goes last."""
-    about = partial / ABOUT
-    about.write_text(json.dumps(contents.about), encoding="utf-8")
-    for path in (*partial.iterdir(), partial):
-        _flush(path)
-    previous = target.with_name(f"{target.name}.previous")
-    shutil.rmtree(previous, ignore_errors=True)
-    if target.exists():
-        target.rename(previous)
-    partial.rename(target)
-    _flush(target.parent)
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    """To the disk, so that the rename never comes before what it names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _on_first_rank(call: Any) -> None:
-    """Runs on rank 0; every rank returns after it, or raises what it raised."""
-    failure: list[OSError | None] = [None]
-    if _rank() == 0:
-        try:
-            call()
-        except OSError as error:
-            failure = [error]
-    if dist.is_initialized():
-        dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise failure[0]
-
-
 # ---------------------------------------------------------------------- loading
 
 
@@ -246,21 +125,74 @@ def load(applied: Applied, directory: Any) -> dict[str, Any]:
     problems += _optimizer_problems(applied, about)
     if problems:
         raise MemoptError(problems)
-    if len(about.get("optimizers", ())) > len(applied.optimizers):
-        warnings.warn(
-            f"the checkpoint holds the state of {len(about['optimizers'])} optimizers, of which "
-            f"{len(applied.optimizers)} have been made: make them with run.optimizer(...) before run.load(...), or "
-            "their state is not restored",
-            MemoptWarning,
-            stacklevel=3,
-        )
     for number, optimizer in enumerate(applied.optimizers):
         tensors |= _state_targets(applied.model, optimizer, number, metadata)
-    dcp.load(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())  # type: ignore[arg-type]
-    for optimizer, saved in zip(applied.optimizers, about.get("optimizers", ()), strict=False):
-        _restore_groups(applied.model, optimizer, saved)
+    _read(tensors, path)
+    saved = about.get("optimizers", [])
+    for optimizer, one in zip(applied.optimizers, saved, strict=False):
+        _restore_groups(applied.model, optimizer, one)
+    applied.waiting_state = None
+    if len(saved) > len(applied.optimizers):
+        applied.waiting_state = WaitingState(path, _identity(path), metadata, about)
+        note_waiting_state(applied.model.parameters(), str(path))
     applied.weights_changed()
     return about.get("extra", {})
+
+
+def _read(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    with quiet():
+        dcp.load(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class WaitingState:
+    """State of optimizers that were not made yet when their checkpoint was loaded; each is read when it is made.
+
+    Attributes:
+        path: The checkpoint.
+        identity: Tells it from a later one in its place.
+        metadata: What it holds.
+        about: Its plain values.
+    """
+
+    path: Path
+    identity: tuple[int, int]
+    metadata: Metadata
+    about: Mapping[str, Any]
+
+
+def claim_state(applied: Applied, optimizer: Optimizer) -> None:
+    """Gives an optimizer that has just been made the state that an earlier `load` found for it.
+
+    Raises:
+        MemoptError: `checkpoint-groups`, `checkpoint-changed`.
+    """
+    waiting: WaitingState | None = applied.waiting_state
+    number = applied.optimizers.index(optimizer)
+    if waiting is None or number >= len(waiting.about["optimizers"]):
+        return
+    problems = _optimizer_problems(applied, waiting.about)
+    if not (waiting.path / ".metadata").exists() or _identity(waiting.path) != waiting.identity:
+        problems.append(
+            Problem(
+                "checkpoint-changed",
+                f"`{waiting.path}` was loaded before this optimizer was made, and has been replaced or removed since: "
+                "its optimizer state can no longer be read",
+                path=str(waiting.path),
+                hint="make optimizers with run.optimizer(...) before run.load(...), or load again afterwards",
+            )
+        )
+    if problems:
+        raise MemoptError(problems)
+    targets = _state_targets(applied.model, optimizer, number, waiting.metadata)
+    _read(targets, waiting.path)
+    _restore_groups(applied.model, optimizer, waiting.about["optimizers"][number])
+    clear_waiting_state(optimizer)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    stat = (path / ".metadata").stat()
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def _existing(path: Path) -> Path:

@@ -39,6 +39,12 @@ def keep_until_exit(groups: Iterable[dist.ProcessGroup | None]) -> None:
     _kept[:] = [group for group in (dist.group.WORLD, *groups) if group is not None]
 
 
+def keep_also(group: dist.ProcessGroup) -> None:
+    """Keeps one more group beside those kept already."""
+    if uses_gloo():
+        _kept.append(group)
+
+
 def uses_gloo() -> bool:
     """Whether the default process group serves some device by gloo."""
     return dist.is_initialized() and "gloo" in str(dist.get_backend_config())

@@ -4,6 +4,7 @@ the engine of every step."""
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memopt.errors import MemoptError
+from memopt.errors import MemoptError, MemoptWarning
 
 from .matrix_optimizers import OwnerOptimizer, needs_matrices
 from .sharded import ShardedTensor
@@ -34,6 +35,7 @@ class Stepped(Protocol):
 _REPLACEMENT = "_memopt_replacement"
 _OWNER = "_memopt_owner"
 _STATE_RULE = "_memopt_state_rule"
+_WAITING_STATE = "_memopt_waiting_state"
 
 
 def note_replacement(old: nn.Parameter, new: nn.Parameter) -> None:
@@ -62,6 +64,19 @@ def note_state_rule(parameter: nn.Parameter, rule: str) -> None:
     setattr(parameter, _STATE_RULE, rule)
 
 
+def note_waiting_state(parameters: Iterable[nn.Parameter], directory: str) -> None:
+    """Remembers on parameters that a loaded checkpoint holds state of an optimizer that is still to be made."""
+    for parameter in parameters:
+        setattr(parameter, _WAITING_STATE, directory)
+
+
+def clear_waiting_state(optimizer: Optimizer) -> None:
+    """The optimizer has its state, or is used without."""
+    for parameter in _parameters(optimizer):
+        if hasattr(parameter, _WAITING_STATE):
+            delattr(parameter, _WAITING_STATE)
+
+
 def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
@@ -83,8 +98,21 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     if not hasattr(optimizer, "_memopt_offload"):
         _refuse_unplaced(optimizer)
+    _warn_of_waiting_state(optimizer)
     for owner in _owners(optimizer):
         owner.before_step()
+
+
+def _warn_of_waiting_state(optimizer: Optimizer) -> None:
+    directory = next((d for p in _parameters(optimizer) if (d := getattr(p, _WAITING_STATE, None)) is not None), None)
+    if directory is not None:
+        clear_waiting_state(optimizer)
+        warnings.warn(
+            f"`{directory}` holds the state of an optimizer, and this {type(optimizer).__name__} starts without it: it "
+            "was not made by run.optimizer(...)",
+            MemoptWarning,
+            stacklevel=4,
+        )
 
 
 def _refuse_unplaced(optimizer: Optimizer) -> None:

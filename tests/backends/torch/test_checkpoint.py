@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memopt
-from memopt.errors import MemoptError
+from memopt.errors import MemoptError, MemoptWarning
 from memopt_torch.boxes import boxes_of
 from memopt_torch.testing import run_ranks
 
@@ -54,21 +55,21 @@ def trainer(tools: Any, policy: Any, *, zero: bool = False) -> tuple[Any, Any, C
                 parameter.zero_()
     run = memopt.apply_policy(model, policy)
     opt = run.optimizer(torch.optim.AdamW, lr=1e-3)
+    return model, run, lambda number: one_step(tools, model, opt, number)
 
-    def step(number: int) -> float:
-        size = dist.get_world_size() if dist.is_initialized() else 1
-        tokens = torch.cat([tools.batch(number, i, vocab=67)[:1] for i in range(8)])
-        part = 8 // size
-        loss = tools.loss(model, tokens[tools.rank() * part : (tools.rank() + 1) * part])
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        total = loss.detach().clone()
-        if dist.is_initialized():
-            dist.all_reduce(total)
-        return total.item() / size
 
-    return model, run, step
+def one_step(tools: Any, model: Any, opt: Any, number: int) -> float:
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    tokens = torch.cat([tools.batch(number, i, vocab=67)[:1] for i in range(8)])
+    part = 8 // size
+    loss = tools.loss(model, tokens[tools.rank() * part : (tools.rank() + 1) * part])
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    total = loss.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.item() / size
 
 
 def save_job(tools: Any, policy: Any, folder: Path) -> list[float]:
@@ -153,6 +154,18 @@ def test_repeated_saves_and_loads_never_abort(tools: Any, tmp_path: Path) -> Non
     assert run_ranks(job, 2) == [True, True]
 
 
+def die_in_the_first_write() -> None:
+    import torch.distributed.checkpoint.filesystem as filesystem
+
+    original = torch.save
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    filesystem.torch.save = die
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_kill_in_mid_save_leaves_the_earlier_checkpoint_whole(tools: Any, tmp_path: Path, victim: int) -> None:
     policy = tools.policy(tools.shard())
@@ -162,16 +175,7 @@ def test_a_kill_in_mid_save_leaves_the_earlier_checkpoint_whole(tools: Any, tmp_
         _, run, step = trainer(tools, policy)
         step(0)
         if dist.get_rank() == victim:
-            original = torch.save
-
-            def die(*args: Any, **kwargs: Any) -> None:
-                original(*args, **kwargs)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            torch.save = die
-            import torch.distributed.checkpoint.filesystem as filesystem
-
-            filesystem.torch.save = die
+            die_in_the_first_write()
         run.save(tmp_path / "c", step=99)
 
     run_ranks(killed, 2, may_fail=True, timeout_s=20)
@@ -255,12 +259,152 @@ def test_the_files_say_what_they_are(tools: Any, saved_at_four: tuple[Path, list
     assert about["optimizers"][0]["groups"][0]["lr"] == 1e-3
 
 
-def test_loading_before_the_optimizer_is_made_says_that_its_state_is_left(
+def late_job(tools: Any, policy: Any, folder: Path) -> list[float]:
+    """Loads before the optimizer is made."""
+    model = tools.llama(layers=2, hidden=28, intermediate=37, vocab=67)
+    run = memopt.apply_policy(model, policy)
+    run.load(folder)
+    opt = run.optimizer(torch.optim.AdamW, lr=0.5)  # the saved options come back with the state
+    return [one_step(tools, model, opt, number) for number in range(STEPS, STEPS + MORE)]
+
+
+@pytest.mark.parametrize("world,name", [(2, "shard"), (1, "none"), (2, "zero1")])
+def test_an_optimizer_made_after_the_load_finds_its_state(
+    tools: Any, saved_at_four: tuple[Path, list[float]], world: int, name: str
+) -> None:
+    folder, expected = saved_at_four
+    for losses in run_ranks(late_job, world, tools, POLICIES[name](tools), folder):
+        assert losses == pytest.approx(expected, abs=2e-6)
+
+
+def test_an_optimizer_made_past_the_policy_is_told_that_state_was_waiting(
     tools: Any, saved_at_four: tuple[Path, list[float]]
 ) -> None:
     model = tools.llama(layers=2, hidden=28, intermediate=37, vocab=67)
     run = memopt.apply_policy(model, tools.policy())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run.load(saved_at_four[0])
-    assert any("before run.load" in str(one.message) for one in caught)
+    run.load(saved_at_four[0])
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tools.loss(model, tools.batch(0, 0)).backward()
+    with pytest.warns(MemoptWarning, match="starts without it"):
+        opt.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step()
+
+
+def test_state_that_was_replaced_while_it_waited_is_refused(tools: Any, tmp_path: Path) -> None:
+    first = memopt.apply_policy(tools.llama(layers=2), tools.policy())
+    first.optimizer(torch.optim.AdamW, lr=1e-3)
+    first.save(tmp_path / "c")
+    second = memopt.apply_policy(tools.llama(layers=2), tools.policy())
+    second.load(tmp_path / "c")
+    first.save(tmp_path / "c")
+    with pytest.raises(MemoptError) as caught:
+        second.optimizer(torch.optim.AdamW, lr=1e-3)
+    assert caught.value.problems[0].code == "checkpoint-changed"
+
+
+def test_a_save_in_the_background_holds_the_values_of_its_moment(tools: Any, tmp_path: Path) -> None:
+    policy = tools.policy(tools.shard())
+
+    def job() -> tuple[bool, list[float]]:
+        _, run, step = trainer(tools, policy)
+        for number in range(STEPS):
+            step(number)
+        go_on = threading.Event()
+        hold_writes(go_on)
+        pending = run.save(tmp_path / "c", async_save=True, step=STEPS, note="kept")
+        losses = [step(number) for number in range(STEPS, STEPS + MORE)]  # training goes on meanwhile
+        early = pending.done() or (tmp_path / "c").exists()
+        go_on.set()
+        pending.wait()
+        return early, losses
+
+    results = run_ranks(job, 2)
+    assert not any(early for early, _ in results)
+    for losses in run_ranks(load_job, 2, tools, policy, tmp_path / "c"):
+        assert losses == pytest.approx(results[0][1], abs=1e-6)
+
+
+def hold_writes(go_on: threading.Event) -> None:
+    """The disk is slow until `go_on` is set."""
+    import torch.distributed.checkpoint.filesystem as filesystem
+
+    original = filesystem._write_item
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        assert go_on.wait(60)
+        return original(*args, **kwargs)
+
+    filesystem._write_item = slow
+
+
+def test_saves_in_the_background_follow_each_other_and_the_last_one_counts(tools: Any, tmp_path: Path) -> None:
+    policy = tools.policy(tools.shard())
+
+    def job() -> dict[str, Any]:
+        _, run, step = trainer(tools, policy)
+        for number in range(6):
+            step(number)
+            run.save(tmp_path / "c", async_save=True, step=number)
+        return run.load(tmp_path / "c")  # waits for the one under way
+
+    assert run_ranks(job, 2) == [{"step": 5}, {"step": 5}]
+
+
+@pytest.mark.parametrize("asked_by", ["wait", "save", "load"])
+def test_what_goes_wrong_in_the_background_is_raised_once_by_whoever_asks_next(
+    tools: Any, tmp_path: Path, asked_by: str
+) -> None:
+    policy = tools.policy(tools.shard())
+
+    def job() -> tuple[str, dict[str, Any]]:
+        _, run, step = trainer(tools, policy)
+        step(0)
+        run.save(tmp_path / "c", step=1)
+        import torch.distributed.checkpoint.filesystem as filesystem
+
+        def full(*args: Any, **kwargs: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        original = filesystem._write_item
+        filesystem._write_item = full if dist.get_rank() == 1 else original
+        pending = run.save(tmp_path / "c", async_save=True, step=2)
+        ask = {
+            "wait": pending.wait,
+            "save": lambda: run.save(tmp_path / "c", step=3),
+            "load": lambda: run.load(tmp_path / "c"),
+        }[asked_by]
+        with pytest.raises(MemoptError) as caught:
+            ask()
+        filesystem._write_item = original
+        assert "No space left on device" in caught.value.problems[0].message
+        return caught.value.problems[0].code, run.load(tmp_path / "c")
+
+    assert run_ranks(job, 2) == [("checkpoint-write-failed", {"step": 1})] * 2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_kill_while_saving_in_the_background_leaves_the_earlier_checkpoint(
+    tools: Any, tmp_path: Path, victim: int
+) -> None:
+    policy = tools.policy(tools.shard())
+    expected = run_ranks(save_job, 2, tools, policy, tmp_path / "c")[0]
+
+    def killed() -> None:
+        _, run, step = trainer(tools, policy)
+        step(0)
+        if dist.get_rank() == victim:
+            die_in_the_first_write()
+        run.save(tmp_path / "c", async_save=True, step=99).wait()
+
+    run_ranks(killed, 2, may_fail=True, timeout_s=20)
+    for losses in run_ranks(load_job, 2, tools, policy, tmp_path / "c"):
+        assert losses == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's own, from the thread
+def test_an_async_save_in_one_process_needs_no_group(tools: Any, tmp_path: Path) -> None:
+    run = memopt.apply_policy(tools.llama(layers=2), tools.policy())
+    run.save(tmp_path / "c", async_save=True, step=4).wait()
+    assert run.load(tmp_path / "c") == {"step": 4}
