@@ -44,6 +44,8 @@ class Measured:
         recompute_flops: The part that is computed a second time.
         timeline: The step as tasks; empty where the backend cannot give one (the step's model is then used).
         overlap: The contract's `overlap` keys where the backend read a schedule; None: taken from the simulation.
+        reserved_bytes: What the framework's allocator would take from the device, by its setting (`default`,
+            `expandable_segments`), from a replay of the step; empty where it was not played.
         memory_timeline: (event, device bytes) along the step, where traced.
         largest: The largest tensors at the peak, biggest first.
         by_unit: Unit -> device bytes at the peak, where known.
@@ -66,6 +68,7 @@ class Measured:
     recompute_flops: float | None = None
     timeline: tuple[Task, ...] = ()
     overlap: Mapping[str, Any] | None = None
+    reserved_bytes: Mapping[str, int] = field(default_factory=dict)
     memory_timeline: tuple[tuple[str, int], ...] = ()
     largest: tuple[LiveTensor, ...] = ()
     by_unit: Mapping[str, int] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from .backend import Backend
 from .errors import Problem
 from .estimate import ROLES, Measured, PlannedBytes, planned_bytes
 from .plan import Plan
-from .quantities import format_seconds
+from .quantities import format_bytes, format_seconds
 from .spec import ModelSpec
 from .step_time import StepTime, overlap_of
 from .targets import Target
@@ -86,7 +86,25 @@ class PlanResult:
         """What to change, or know, biggest first."""
         settings = tuple(verdict.setting for verdict in self.verdicts if verdict.setting)
         too_large = any(verdict.fits is False for verdict in self.verdicts if verdict.name == "device")
-        return (*settings, *advice(self.plan, self.measured, fits=not too_large), *self._about_overlap())
+        about = advice(self.plan, self.measured, fits=not too_large)
+        return (*settings, *about, *self._about_allocator(), *self._about_overlap())
+
+    def _about_allocator(self) -> tuple[str, ...]:
+        """An allocator that would want more than the device has gives its cache back at every step, which is slow."""
+        held, capacity_bytes = self.measured.reserved_bytes, self.capacity.capacity_bytes
+        if not held or capacity_bytes is None:
+            return ()
+        outside = sum(size for what, size, _ in self.capacity.reserve if what != "fragmentation")
+        default, left_bytes = held["default"], capacity_bytes - outside
+        if default <= left_bytes or self.measured.peak_bytes > left_bytes:
+            return ()
+        text = (
+            f"torch's allocator would reserve {format_bytes(default)} of {format_bytes(left_bytes)} and then flush it"
+        )
+        less = held["expandable_segments"]
+        if less >= default:
+            return (f"{text} in every step, which is slow",)
+        return (f"{text}; PYTORCH_ALLOC_CONF=expandable_segments:True makes that {format_bytes(less)}",)
 
     def _about_overlap(self) -> tuple[str, ...]:
         """Transfers the compiler's schedule leaves exposed, and the option that pipelines them."""
@@ -129,6 +147,7 @@ class PlanResult:
                 "usable_bytes": capacity.usable_bytes,
                 "reserve": [{"what": what, "bytes": size, "source": source} for what, size, source in capacity.reserve],
                 "band_bytes": list(self.band_bytes),
+                "reserved_bytes": dict(self.measured.reserved_bytes),
                 "peak_event": measured.peak_event,
                 "by_unit": dict(measured.by_unit),
                 "largest": [
@@ -166,9 +185,13 @@ class PlanResult:
         """Live bytes, and live bytes plus the reserve: what an allocator may report lies between.
 
         What JAX leaves outside its preallocated share is no part of it: the allocator's own figures never contain it.
+        Where the allocator was replayed, what it held beyond live bytes takes the place of the assumed fragmentation.
         """
         peak = self.measured.peak_bytes
-        return peak, peak + sum(size for what, size, _ in self.capacity.reserve if not what.startswith("outside"))
+        beyond = {what: size for what, size, _ in self.capacity.reserve if not what.startswith("outside")}
+        if self.measured.reserved_bytes:
+            beyond["fragmentation"] = max(self.measured.reserved_bytes.values()) - peak
+        return peak, peak + sum(beyond.values())
 
 
 @dataclass(frozen=True, slots=True)

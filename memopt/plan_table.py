@@ -60,6 +60,9 @@ def _parts(result: PlanResult) -> Iterator[RenderableType]:
         yield Text(f"  recompute: {format_count(traffic.recompute_flops, 'FLOP')}{share}")
     if traffic.peak_event:
         yield Text(f"  peak during: {traffic.peak_event}")
+    if traffic.reserved_bytes:
+        held = [f"{format_bytes(size)} ({name.replace('_', ' ')})" for name, size in traffic.reserved_bytes.items()]
+        yield Text(f"  torch's allocator would reserve: {', '.join(held)}")
     for sentence in result.advice:
         yield Text(f"  → {sentence}", style="bold" if result.fits is False else "")
     for sentence in traffic.notes:

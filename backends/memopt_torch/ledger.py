@@ -32,6 +32,7 @@ class Record:
         origin: Operator that made it.
         shape: Shape of the first tensor seen on it.
         module: Path of the innermost module running at its birth, where that is tracked.
+        stream: Number of the stream it was allocated on, 0 for the default one (`Ledger.stream`).
     """
 
     nbytes: int
@@ -42,6 +43,7 @@ class Record:
     origin: str = ""
     shape: tuple[int, ...] = ()
     module: str = ""
+    stream: int = 0
 
     def settled_role(self) -> Role:
         """The role in the light of the whole life: what outlives its forward (or its recompute) is an activation."""
@@ -95,12 +97,13 @@ class SegmentPeak:
 class Ledger:
     """Births, resizes and deaths of storages, in order.
 
-    `phase` and `origin` are set by whoever watches the step; `events` are (record index, change in bytes).
+    `phase`, `origin` and `stream` are set by whoever watches the step; `events` are (record index, change in bytes).
     """
 
     phase: Phase = "start"
     origin: str = ""
     module: str = ""
+    stream: int = 0
     records: list[Record] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)
     phases: list[tuple[int, Phase]] = field(default_factory=list)
@@ -152,7 +155,15 @@ class Ledger:
     def _birth(self, storage: torch.UntypedStorage, key: int, *, shape: tuple[int, ...], is_host: bool) -> int:
         index = len(self.records)
         nbytes = storage.nbytes()
-        record = Record(nbytes, self.phase, is_host=is_host, origin=self.origin, shape=shape, module=self.module)
+        record = Record(
+            nbytes,
+            self.phase,
+            is_host=is_host,
+            origin=self.origin,
+            shape=shape,
+            module=self.module,
+            stream=self.stream,
+        )
         self.records.append(record)
         self._known[key] = index
         self._guards[key] = weakref.ref(storage, lambda _, key=key: self._death(key))

@@ -158,6 +158,7 @@ class StepMeter(TorchDispatchMode):
         self.ledger = Ledger()
         self._flops = {False: 0, True: 0}
         self._collectives = {}
+        self._streams: dict[Any, int] = {}
         self._undo: list[Any] = []
         self._in_optimizer = False
         self._device = next((tensor.device.type for tensor in self._model_tensors()), "cpu")
@@ -243,6 +244,7 @@ class StepMeter(TorchDispatchMode):
         kwargs = kwargs or {}
         self.ledger.enter(self._phase())
         self.ledger.origin = func.__name__
+        self.ledger.stream = self._stream()
         self._num_ops += 1
         out = func(*args, **kwargs)
         if not func.is_view:  # a view makes no memory; one of unknown memory looks into a library's own buffers
@@ -253,6 +255,13 @@ class StepMeter(TorchDispatchMode):
             self._count_collective(func, args, out)
         self._count_flops(func, args, kwargs, out)
         return out
+
+    def _stream(self) -> int:
+        """The stream in use, numbered as they come up. On processors streams are names, which is all it takes."""
+        stream = torch.cpu.current_stream()
+        return (
+            0 if stream is torch.cpu._default_cpu_stream else self._streams.setdefault(stream, len(self._streams) + 1)
+        )
 
     def _phase(self) -> Phase:
         if torch._C._current_graph_task_id() != -1:

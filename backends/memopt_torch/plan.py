@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from .workloads import build
 _MAX_PERIOD = 4
 _WHOLE_UP_TO = 6
 _LEFT_OUT = (
-    "memory beyond live tensors: the allocator's rounding and fragmentation, contexts of CUDA, cuBLAS and NCCL",
+    "memory beyond live tensors, which the reserve stands for: contexts of CUDA, cuBLAS and NCCL",
     "torch.compile, which fuses operators and keeps other values",
     "staging buffers of the collectives' library (gloo copies what it reduces and scatters)",
     "kernels' own workspaces; operators are those torch picks on the CPU",
@@ -143,6 +143,15 @@ def _runs(workload: Any, plan: Plan, spec: ModelSpec) -> list[Run]:
 
 
 @dataclass(frozen=True, slots=True)
+class Unrolling:
+    """How the deepest trace's allocations become the whole model's: one layer of a run, so many times more."""
+
+    layer: int
+    times: int
+    start_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Fit:
     """The step of the whole model, from traces of some of its layers."""
 
@@ -153,6 +162,8 @@ class _Fit:
     deepest: Traced
     note: str
     is_whole: bool
+    runs: tuple[Run, ...] = ()
+    unrolling: tuple[Unrolling, ...] | None = ()
 
     @property
     def peak(self) -> Label:
@@ -218,7 +229,8 @@ def fit_step(
         long = [number for number, run in enumerate(runs) if run.repeats > base[number] + 2]
         num_layers = sum(run.period * kept for run, kept in zip(runs, base))
         if not long or total <= _WHOLE_UP_TO or num_layers * (len(long) + 2) >= total * 2:
-            return _whole(trace([run.repeats for run in runs]), f"all {total} layers traced")
+            fit = _whole(trace([run.repeats for run in runs]), f"all {total} layers traced")
+            return replace(fit, runs=tuple(runs))
         base = [run.repeats if number not in long else base[number] for number, run in enumerate(runs)]
         first = trace(base)
         more = [trace(_raised(base, [number], 1)) for number in long]
@@ -227,11 +239,47 @@ def fit_step(
         depths = [base, _raised(base, long, 1), _raised(base, long, 2)]
         layers = [sum(run.period * kept for run, kept in zip(runs, one)) for one in depths]
         note = f"traced {', '.join(map(str, layers))} of {total} layers; the rest follows linearly"
-        fit = _fitted(first, more, times, note)
+        unrolling = _unrolling(runs, base, long, first, more)
+        fit = replace(_fitted(first, more, times, note), runs=tuple(runs), unrolling=unrolling)
         if _agrees(_fitted(first, more, [2] * len(long), note), deeper, fit.peak):
             return fit
         progress("the peak is another event at another depth: going deeper")
         depth *= 2
+
+
+def _unrolling(
+    runs: Sequence[Run], base: Sequence[int], long: Sequence[int], first: Traced, more: Sequence[Traced]
+) -> tuple[Unrolling, ...] | None:
+    """The layers of `more[-1]` to repeat, last first; None where kinds of layers take turns within a run."""
+    if any(runs[number].period > 1 for number in long):
+        return None
+    kept = _raised(base, long[-1:], 1)
+    found = []
+    for number, trace in zip(long, more):
+        at = sum(run.period * times for run, times in zip(runs[:number], kept))
+        times = runs[number].repeats - kept[number]
+        found.append(
+            Unrolling(
+                layer=at + (2 if kept[number] > 4 else 1),
+                times=times,
+                start_bytes=times * (trace.allocations.start_bytes - first.allocations.start_bytes),
+            )
+        )
+    return tuple(reversed(found))
+
+
+def reserved(fit: _Fit) -> dict[str, int]:
+    """What torch's allocator on CUDA would reserve, by its setting; empty where the step cannot be put together."""
+    if fit.unrolling is None:
+        return {}
+    step = fit.deepest.allocations
+    for part in fit.unrolling:
+        step = step.unrolled(part.layer, part.times, more_start_bytes=part.start_bytes)
+    peak = sum(fit.segments[fit.peak].values())
+    return {
+        name: max(peak, step.reserved_bytes(is_expandable=is_expandable))
+        for name, is_expandable in (("default", False), ("expandable_segments", True))
+    }
 
 
 def _raised(base: Sequence[int], numbers: Sequence[int], by: int) -> list[int]:
@@ -247,7 +295,7 @@ def estimate(
         workload: A `Workload`, `WorkloadConfig` or `HfWorkload`.
         plan: What to plan.
         spec: The model's inventory.
-        target: Where it would run; live tensor bytes do not depend on it.
+        target: Where it would run; live tensor bytes do not depend on it, what CUDA's allocator reserves is added.
         progress: Told in a short line what is being traced.
     """
     if not hasattr(workload, "loss"):
@@ -266,13 +314,14 @@ def estimate(
         },
         step_flops=fit.amounts.flops,
         recompute_flops=fit.amounts.recomputed_flops,
+        reserved_bytes=reserved(fit) if getattr(target, "kind", None) == "gpu" else {},
         memory_timeline=tuple((phase, live) for live, phase in result.timeline),
         largest=tuple(
             LiveTensor(path=_place(module, origin), role=role, nbytes=nbytes, unit=_unit_of(canonical(module), plan))
             for nbytes, role, _, origin, module in result.peak.largest
         ),
         by_unit=_by_unit(result.peak.by_module, plan) if fit.is_whole else {},
-        peak_event=_told(fit.peak, fit.origins[fit.peak], plan, spec),
+        peak_event=_told(fit.peak, fit.origins[fit.peak], fit.runs, spec),
         notes=(fit.note, "live tensor bytes of the second step"),
         left_out=_LEFT_OUT,
         versions=_versions(),
@@ -303,19 +352,20 @@ def _by_unit(by_module: Mapping[str, int], plan: Plan) -> dict[str, int]:
     return found
 
 
-def _told(label: Label, origin: str, plan: Plan, spec: ModelSpec) -> str:
+def _told(label: Label, origin: str, runs: Sequence[Run], spec: ModelSpec) -> str:
     """The peak's place in words: `backward of layers.31 (mul.Tensor)`."""
     if len(label) == 1:
         where = {"start": "before the first layer", "optimizer": "the optimizer's step"}[label[0]]
         return f"{where} ({origin})"
     kind, stack, place = label
-    _, turn, _ = place.split("/")
-    length = next(one.length for one in spec.stacks if one.path == stack)
-    ends = {"0": f"{stack}.0", "1": f"{stack}.1", "-1": f"{stack}.{length - 1}", "-2": f"{stack}.{length - 2}"}
-    layer = ends.get(turn, f"a layer of {stack}")
-    if kind == "after" and turn == "-1":
+    number, turn, inner = place.split("/")
+    run = runs[int(number)]
+    if turn == "middle":
+        return f"{kind if kind == 'after' else f'{kind} of'} a layer of {stack} ({origin})"
+    at = run.first + (int(turn) % run.repeats) * run.period + int(inner)
+    if kind == "after" and at + 1 == next(one.length for one in spec.stacks if one.path == stack):
         return f"after {stack}: head and loss ({origin})"
-    return f"{kind} of {layer} ({origin})" if kind != "after" else f"after {layer} ({origin})"
+    return f"{kind if kind == 'after' else f'{kind} of'} {stack}.{at} ({origin})"
 
 
 def _versions() -> dict[str, str]:

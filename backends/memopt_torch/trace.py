@@ -26,6 +26,7 @@ from .fake import fake_gaps, told_where
 from .inventory import names_of
 from .ledger import SegmentPeak
 from .measure import Collective, StepMeter, StepResult
+from .reserved import Allocations, Place, allocations
 
 Label = tuple[str, ...]
 """Where in a step: (`forward` | `after` | `backward`, stack, place of the layer) or (`start`,), (`optimizer`,)."""
@@ -89,12 +90,14 @@ class Traced:
         amounts: The whole step's, all micro-batches.
         host_bytes: Highest host bytes.
         result: Everything the meter found.
+        allocations: Each allocation's life, for the allocator's replay.
     """
 
     segments: Mapping[Label, SegmentPeak]
     amounts: Amounts
     host_bytes: int
     result: StepResult
+    allocations: Allocations
 
 
 @contextmanager
@@ -179,29 +182,31 @@ class _Marks:
 
     meter: StepMeter
     starts: list[tuple[int, Label]] = field(default_factory=list)
+    places: list[tuple[int, Place]] = field(default_factory=list)
 
-    def __call__(self, *label: str) -> None:
+    def __call__(self, *label: str, layer: int = -1) -> None:
         self.starts.append((len(self.meter.ledger.events), label))
+        self.places.append((len(self.meter.ledger.events), Place(label[0], layer)))
 
     def watch(self, model: nn.Module, cuts: Sequence[LayerCut], stack: ExitStack) -> None:
         """Mark each kept layer's forward and backward, and the optimizer's step."""
         modules = names_of(model).modules
-        for cut in cuts:
-            for number, place in enumerate(cut.places):
-                layer = modules[f"{cut.stack}.{number}"]
-                stack.callback(layer.register_forward_pre_hook(self._before(cut.stack, place)).remove)
-                stack.callback(layer.register_forward_hook(self._after(cut.stack, place)).remove)
+        watched = [(cut.stack, number, place) for cut in cuts for number, place in enumerate(cut.places)]
+        for layer, (path, number, place) in enumerate(watched):
+            module = modules[f"{path}.{number}"]
+            stack.callback(module.register_forward_pre_hook(self._before(path, place, layer)).remove)
+            stack.callback(module.register_forward_hook(self._after(path, place, layer)).remove)
         stack.callback(register_optimizer_step_pre_hook(lambda *_: self("optimizer")).remove)
 
-    def _before(self, stack: str, place: str) -> Callable[..., None]:
-        return lambda *_: self("forward", stack, place)
+    def _before(self, stack: str, place: str, layer: int) -> Callable[..., None]:
+        return lambda *_: self("forward", stack, place, layer=layer)
 
-    def _after(self, stack: str, place: str) -> Callable[..., None]:
+    def _after(self, stack: str, place: str, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self("after", stack, place)
+            self("after", stack, place, layer=layer)
             for leaf in tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda grad: self("backward", stack, place))
+                    leaf.register_hook(lambda grad: self("backward", stack, place, layer=layer))
                     return
 
         return hook
@@ -310,7 +315,13 @@ def _two_steps(
         marks.watch(model, cuts, stack)
         step(lambda: laps.append(_so_far(meter, applied)))
     result = meter.result()
-    return Traced(marks.segments(), _all_micro_steps(before, laps, steps), result.peak.host_nbytes, result)
+    return Traced(
+        segments=marks.segments(),
+        amounts=_all_micro_steps(before, laps, steps),
+        host_bytes=result.peak.host_nbytes,
+        result=result,
+        allocations=allocations(meter.ledger, marks.places),
+    )
 
 
 def _so_far(meter: StepMeter, applied: Any) -> Amounts:

@@ -15,10 +15,11 @@ from memopt.errors import MemoptError
 from memopt.lowering import make_plan
 from memopt.plan import Plan
 from memopt.spec import ModelSpec
+from memopt.targets import load_target
 from memopt.workloads import Workload
 from memopt_torch import BACKEND, trace
 from memopt_torch.measure import StepMeter
-from memopt_torch.plan import _told, cuts_of, estimate, find_runs, fit_step
+from memopt_torch.plan import _told, cuts_of, estimate, find_runs, fit_step, reserved
 from memopt_torch.testing import run_ranks
 from memopt_torch.trace import LayerCut, cut_plan
 
@@ -166,10 +167,48 @@ def test_what_few_layers_foretell_is_what_all_of_them_do(
 
 
 def test_the_peaks_place_is_told_with_the_layers_number_in_the_whole_model() -> None:
-    plan, spec = lowered(workload(lambda: Model(14)), policy(RECOMPUTE))
-    assert _told(("backward", "layers", "0/-2/0"), "mul.Tensor", plan, spec) == "backward of layers.12 (mul.Tensor)"
-    assert _told(("after", "layers", "0/-1/0"), "mm.default", plan, spec) == "after layers: head and loss (mm.default)"
-    assert _told(("optimizer",), "sqrt.default", plan, spec) == "the optimizer's step (sqrt.default)"
+    _, spec = lowered(workload(lambda: Model(14)), policy(RECOMPUTE))
+    runs = find_runs("layers", "A" * 13 + "B")
+    assert _told(("backward", "layers", "0/-2/0"), "mul.Tensor", runs, spec) == "backward of layers.11 (mul.Tensor)"
+    assert _told(("after", "layers", "1/0/0"), "mm.default", runs, spec) == "after layers: head and loss (mm.default)"
+    assert _told(("after", "layers", "0/0/0"), "mm.default", runs, spec) == "after layers.0 (mm.default)"
+    assert (
+        _told(("forward", "layers", "0/middle/0"), "mm.default", runs, spec)
+        == "forward of a layer of layers (mm.default)"
+    )
+    assert _told(("optimizer",), "sqrt.default", runs, spec) == "the optimizer's step (sqrt.default)"
+
+
+UNROLLED = {
+    "fsdp2, recomputed": (policy(SHARD, RECOMPUTE, backend_options={"torch": {"engine": "fsdp2"}}), 8),
+    "layer engine": (policy(SHARD), 8),
+    "offload": (policy(INPUTS, RECOMPUTE), 1),
+    "accumulation": (policy(accumulate={"steps": 2}), 1),
+    "the first ones recomputed": (policy({**RECOMPUTE, "match": {"unit": "layers.*", "layers": {"first": 10}}}), 1),
+}
+
+
+@pytest.mark.parametrize("source, world_size", UNROLLED.values(), ids=UNROLLED.keys())
+def test_memory_the_allocator_reserves_follows_from_few_layers_too(
+    source: dict[str, Any], world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = workload(lambda: Model(20))
+    plan, spec = lowered(job, source, world_size)
+    few = fit_step(job, plan, spec)
+    monkeypatch.setattr("memopt_torch.plan._WHOLE_UP_TO", 100)
+    whole = fit_step(job, plan, spec)
+    assert not few.is_whole
+    for setting, nbytes in reserved(few).items():
+        assert nbytes == pytest.approx(reserved(whole)[setting], abs=2 * 2**20), setting  # a page of small tensors
+
+
+def test_what_an_allocator_reserves_is_part_of_a_gpus_plan_alone() -> None:
+    job = workload(lambda: Model(4))
+    plan, spec = lowered(job, policy(), 1)
+    assert estimate(job, plan, spec, target=load_target("cpu")).reserved_bytes == {}
+    measured = estimate(job, plan, spec, target=load_target("gpu:h100"))
+    assert set(measured.reserved_bytes) == {"default", "expandable_segments"}
+    assert min(measured.reserved_bytes.values()) >= measured.peak_bytes
 
 
 def test_a_small_model_is_traced_whole_and_split_by_unit() -> None:
