@@ -126,7 +126,8 @@ def allocations(ledger: Ledger, marks: Sequence[tuple[int, Place]]) -> Allocatio
         record = ledger.records[index]
         if record.is_host:
             continue
-        now = _Moment(*stretches[stretch], number - marks[stretch][0])
+        place, turn = stretches[stretch]
+        now = _Moment(place, turn, number - marks[stretch][0])
         nbytes, born = held.pop(index, (0, None))
         if nbytes:
             lives.append(_Life(nbytes, record.stream, born, now))
