@@ -65,7 +65,9 @@ class CompiledStep:
             nothing else is known.
         argument_roles: Role (`param`, `optimizer_state`, `batch`) and memory kind -> bytes of the arguments.
         residuals: Memory kind -> bytes of stacked values that a loop saves for a later loop.
-        planned_host_bytes: Bytes of residuals that the plan sends to the host.
+        planned_host_bytes: Bytes of residuals that the plan's rows send to the host.
+        sent_host_bytes: Bytes of them that the traced program sends: what its backward pass does not read is not sent.
+        named_in_vain: Tensor or path -> planned bytes of what is not sent.
         jaxpr_flops: Matrix products of the program as written, over all devices, per device.
         plain_flops: The same for the step with no policy; None where no such step was given.
         compiled_flops: Matrix products of the compiled program.
@@ -87,6 +89,8 @@ class CompiledStep:
     argument_roles: Mapping[tuple[str, str], int] = field(default_factory=dict)
     residuals: Mapping[str, int] = field(default_factory=dict)
     planned_host_bytes: int = 0
+    sent_host_bytes: int = 0
+    named_in_vain: Mapping[str, int] = field(default_factory=dict)
     jaxpr_flops: float | None = None
     plain_flops: float | None = None
     compiled_flops: float | None = None

@@ -24,7 +24,7 @@ from typing import Any
 
 from memopt.errors import MemoptError
 
-from . import attribution, compiler_options, flops, hlo, offset_audit, overlap, topology
+from . import attribution, compiler_options, flops, hlo, offset_audit, overlap, sent, topology
 from .aot import PROGRESS_PREFIX, CompiledStep, MemoryFigures, Request
 
 NOMINAL_LINK_BYTES_PER_S = 10e9
@@ -78,6 +78,7 @@ def compile_request(request: Request) -> tuple[CompiledStep, ...]:
         lowered = traced.lower(lowering_platforms=(_PLATFORM[request.target.kind],))
     trace_s = time.monotonic() - began_s
     plain = getattr(step, "plain_flops", None)
+    traffic = _traffic(step, traced)
     versions, known = topology.versions(), ()
     made = []
     for number, options in enumerate(request.variants):
@@ -87,8 +88,16 @@ def compile_request(request: Request) -> tuple[CompiledStep, ...]:
             chosen, known = offset_audit.workaround(chosen), (_KNOWN.format(versions["jaxlib"]),)
         compiled = _compile(request, lowered, devices, chosen, step)
         compiled = _with(compiled, notes=(*known, *compiled.notes))
-        made.append(_with(compiled, jaxpr_flops=counted, plain_flops=plain, trace_s=trace_s))
+        made.append(_with(compiled, jaxpr_flops=counted, plain_flops=plain, trace_s=trace_s, **traffic))
     return tuple(made)
+
+
+def _traffic(step: Any, traced: Any) -> dict[str, Any]:
+    """What of the planned residuals the traced program sends; all of it where the builder cannot tell."""
+    if not hasattr(step, "named_in_vain"):
+        return {"sent_host_bytes": sum(step.offloaded.values())}
+    found = sent.sent_to_host(traced.jaxpr.jaxpr)
+    return {"sent_host_bytes": sum(found.values()) // step.shards, "named_in_vain": step.named_in_vain(found)}
 
 
 def abstract_mesh(axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...]) -> Any:

@@ -17,6 +17,7 @@ from memopt.plan import Plan
 
 from . import compiler_options, offset_audit, preflight
 from .measure import StepFigures, step_figures
+from .sent import sent_to_host
 from .shardings import Layouts, place
 from .treatments import Treatments
 from .values import equations, inner_jaxprs, is_checkpoint, is_region
@@ -280,21 +281,6 @@ def _enclosed_regions(jaxpr: Any) -> set[str]:
     return found
 
 
-def offloaded_bytes(jaxpr: Any, times: int = 1) -> int:
-    """Bytes of residuals that a program sends to the host, over the whole mesh.
-
-    Only copies of named values count: optimizer state on its way back is not a residual.
-    """
-    total = 0
-    named = {var for eqn in jaxpr.eqns if eqn.primitive.name in ("name", "reduce_precision") for var in eqn.outvars}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "device_put" and _goes_to_host(eqn) and eqn.invars[0] in named:
-            aval = eqn.invars[0].aval
-            total += times * aval.size * aval.dtype.itemsize
-        inner_times = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        total += sum(offloaded_bytes(nested, inner_times) for nested in inner_jaxprs(eqn))
-    return total
-
-
-def _goes_to_host(eqn: Any) -> bool:
-    return any(target == jax.memory.Space.Host for target in eqn.params["devices"])
+def offloaded_bytes(jaxpr: Any) -> int:
+    """Bytes of residuals that a program sends to the host, over the whole mesh."""
+    return sum(sent_to_host(jaxpr).values())

@@ -113,8 +113,8 @@ def to_measured(step: aot.CompiledStep, target: Target) -> Measured:
         method="xla-aot",
         by_role=_by_role(step, counted_host_bytes=_counted_host_bytes(step) if is_cpu else 0),
         host_bytes=_counted_host_bytes(step) if is_cpu else step.host.total,
-        to_host_bytes=report.to_host_bytes if report is not None else step.planned_host_bytes,
-        to_device_bytes=report.to_device_bytes if report is not None else step.planned_host_bytes,
+        to_host_bytes=report.to_host_bytes if report is not None else step.sent_host_bytes,
+        to_device_bytes=report.to_device_bytes if report is not None else step.sent_host_bytes,
         collectives=step.collectives,
         step_flops=step.compiled_flops if step.compiled_flops is not None else step.jaxpr_flops,
         recompute_flops=_recompute_flops(step),
@@ -136,7 +136,7 @@ def _by_role(step: aot.CompiledStep, *, counted_host_bytes: int) -> dict[str, in
     state = step.argument_roles.get(("optimizer_state", "device"), 0)
     saved = min(step.residuals.get("device", 0), step.device.temp)
     if counted_host_bytes:
-        saved = max(0, saved - step.planned_host_bytes)
+        saved = max(0, saved - step.sent_host_bytes)
     return {
         "param": param,
         "optimizer_state": state,
@@ -146,7 +146,7 @@ def _by_role(step: aot.CompiledStep, *, counted_host_bytes: int) -> dict[str, in
 
 
 def _counted_host_bytes(step: aot.CompiledStep) -> int:
-    return step.planned_host_bytes + _host_arguments(step)
+    return step.sent_host_bytes + _host_arguments(step)
 
 
 def _host_arguments(step: aot.CompiledStep) -> int:
@@ -183,8 +183,11 @@ def _notes(step: aot.CompiledStep) -> list[str]:
     if step.jaxpr_flops and step.compiled_flops is not None:
         ratio = step.compiled_flops / step.jaxpr_flops
         notes.append(f"the compiled program's matrix products are {ratio:.3f} of those written")
-    planned, kept = step.planned_host_bytes, step.host.temp
-    if planned and kept and planned != kept:
-        why = "layouts are padded" if kept > planned else "the backward pass does not need all that the policy names"
-        notes.append(f"offloaded values: {planned} bytes planned, {kept} compiled: {why}")
+    if step.named_in_vain:
+        named = ", ".join(f"{name} ({size} bytes)" for name, size in sorted(step.named_in_vain.items()))
+        notes.append(f"named for the host, but the backward pass does not read it, so it is not sent: {named}")
+    sent, kept = step.sent_host_bytes, step.host.temp
+    if sent and kept and sent != kept:
+        why = "layouts are padded" if kept > sent else "the compiler keeps fewer copies than the program makes"
+        notes.append(f"offloaded values: {sent} bytes sent by the program, {kept} compiled: {why}")
     return notes

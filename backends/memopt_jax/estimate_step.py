@@ -9,12 +9,14 @@ from typing import Any
 from memopt.plan import Plan
 from memopt.workloads import load_workload
 
-from . import flops
+from . import flops, sent
 from .estimate import Job
 
 
 def build(job: Job, mesh: Any) -> SimpleNamespace:
-    """The step's fields, and `plain_flops`: matrix products per device of the step that keeps everything."""
+    """The step's fields; `plain_flops`, matrix products per device of the step that keeps everything; and how to tell
+    what of the plan's offloads the traced step sends.
+    """
     import jax
 
     from .step import build_step
@@ -32,6 +34,8 @@ def build(job: Job, mesh: Any) -> SimpleNamespace:
         donate_argnums=step.donate_argnums,
         offloaded=dict(step.offloaded),
         plain_flops=plain_flops,
+        shards=sent.shards_of(job.plan),
+        named_in_vain=lambda found: sent.named_in_vain(job.plan, job.spec, found),
     )
 
 

@@ -9,7 +9,7 @@ from .judge import judge
 from .problem import Assignment
 from .problem import Problem as Choices
 
-_NOTICED = 0.005  # of the step: exposed seconds below it are no reason to choose again
+_NOTICED = 0.02  # of the step: exposed seconds below it are no reason to choose again
 _SLOWEST = 0.02  # of the link's rate; no schedule is believed to be worse
 _HALVINGS = 24
 
