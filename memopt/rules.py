@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from .fields import Bytes, Fraction, Glob, Index, Many, StrictModel, as_tuple
-from .paths import canonical
+from .paths import canonical, is_input_name
 
 Role = Literal["param", "grad", "optimizer_state", "activation"]
 Op = Literal["matmul", "attention", "topk", "random"]
@@ -126,6 +126,12 @@ class Match(StrictModel):
         """Whether it points at values by path, tensor, op or name (a rule that does not is a unit's own rule)."""
         return any(selector is not None for selector in (self.path, self.tensor, self.op, self.name))
 
+    @property
+    def names_activations(self) -> bool:
+        """Whether its selectors can mean activations alone: by tensor, op, name or a path of an input."""
+        by_input = self.path is not None and any(is_input_name(pattern) for pattern in self.path)
+        return by_input or any(selector is not None for selector in (self.tensor, self.op, self.name))
+
 
 class _Rule(StrictModel):
     """What every rule has.
@@ -212,15 +218,12 @@ class OffloadRule(_Rule):
 
     @model_validator(mode="after")
     def _updates_optimizer_state(self) -> OffloadRule:
-        if self.update_on is not None and self.match.role is not None and "optimizer_state" not in self.match.role:
+        roles = self.match.role or (("activation",) if self.match.names_activations else None)
+        if self.update_on is not None and roles is not None and "optimizer_state" not in roles:
             raise PydanticCustomError(
                 "update-on-without-state",
                 "`update_on` says where optimizer state is updated, and the rule offloads {roles}",
-                {
-                    "roles": ", ".join(self.match.role),
-                    "key": "update_on",
-                    "hint": "remove it, or match optimizer_state",
-                },
+                {"roles": ", ".join(roles), "key": "update_on", "hint": "remove it, or match optimizer_state"},
             )
         return self
 

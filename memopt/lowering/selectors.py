@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..matching import any_matches, is_input_name, matches, selects
-from ..rules import Match, OffloadRule, RecomputeRule, Rule, ShardRule
+from ..matching import any_matches, matches, selects
+from ..rules import OffloadRule, RecomputeRule, Rule, ShardRule
 from .entries import Entry
 from .units import UnitTable
 
@@ -21,14 +21,9 @@ def acting_roles(rule: Rule) -> frozenset[str]:
         return _ACTIVATION
     if isinstance(rule, ShardRule):
         return _STATE
-    if isinstance(rule, OffloadRule) and _names_activations(rule.match):
+    if isinstance(rule, OffloadRule) and rule.match.names_activations:
         return _ACTIVATION
     return _STATE | _ACTIVATION
-
-
-def _names_activations(match: Match) -> bool:
-    by_input = match.path is not None and any(is_input_name(pattern) for pattern in match.path)
-    return by_input or any(selector is not None for selector in (match.tensor, match.op, match.name))
 
 
 def needs_units(rule: Rule) -> bool:
