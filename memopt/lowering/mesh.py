@@ -19,19 +19,18 @@ def lower_mesh(policy: Policy, spec: ModelSpec, world_size: int, problems: list[
     """
     existing = existing_axes(spec)
     asked = dict(policy.mesh) if policy.mesh is not None else {"fsdp": -1}
-    problems.extend(_conflicts(policy, asked, existing))
     taken = {axis: size for axis, size in existing.items() if axis not in asked}
     sizes = {**asked, **taken}
     known = math.prod(size for size in sizes.values() if size != -1)
-    if -1 in sizes.values():
-        rest, remainder = divmod(world_size, known)
-        if remainder:
-            problems.append(_does_not_divide(policy, sizes, known, world_size))
-            rest = 1
-        return tuple((axis, rest if size == -1 else size) for axis, size in sizes.items())
-    if known != world_size:
+    rest, remainder = divmod(world_size, known)
+    filled = {axis: rest if size == -1 else size for axis, size in sizes.items()}
+    if -1 in sizes.values() and remainder:
+        problems.append(_does_not_divide(policy, sizes, known, world_size))
+        return tuple({axis: size or 1 for axis, size in filled.items()}.items())
+    problems.extend(_conflicts(policy, filled, existing))
+    if -1 not in sizes.values() and known != world_size:
         problems.append(_does_not_fill(policy, asked, taken, known, world_size))
-    return tuple(sizes.items())
+    return tuple(filled.items())
 
 
 def existing_axes(spec: ModelSpec) -> dict[str, int]:
@@ -42,16 +41,17 @@ def existing_axes(spec: ModelSpec) -> dict[str, int]:
     return axes
 
 
-def _conflicts(policy: Policy, asked: Mapping[str, int], existing: Mapping[str, int]) -> list[Problem]:
+def _conflicts(policy: Policy, sizes: Mapping[str, int], existing: Mapping[str, int]) -> list[Problem]:
+    """Axes of another size than the model's own, one that takes what is left included."""
     return [
         Problem(
             "mesh-conflict",
-            f"the policy gives axis `{axis}` {size} devices, but the model is sharded over {existing[axis]} on it",
-            hint=f"write `{axis}: {existing[axis]}`",
+            f"axis `{axis}` has {size} devices here, but the model is sharded over {existing[axis]} on it",
+            hint=f"write `{axis}: {existing[axis]}`, and name the axes that take the other devices",
             **policy.source.at(("mesh", axis)),
         )
-        for axis, size in asked.items()
-        if axis in existing and size not in (-1, existing[axis])
+        for axis, size in sizes.items()
+        if axis in existing and size != existing[axis]
     ]
 
 

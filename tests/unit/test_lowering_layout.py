@@ -140,15 +140,20 @@ def test_existing_shardings_are_left_alone_and_divide_bytes(rules, llama_spec, f
     assert (untouched.layout, untouched.nbytes) == ({"model": 0}, untouched.global_nbytes // 2)
 
 
-def test_an_axis_of_another_size_than_the_models_is_an_error(rules, llama_spec, fake_backend) -> None:
+@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"fsdp": -1}, None])
+def test_an_axis_of_another_size_than_the_models_is_an_error(rules, llama_spec, fake_backend, mesh) -> None:
+    """With -1, or with no mesh at all, the axis would take all four devices and the model's bytes be quartered."""
     spec = llama_spec()
     tensors = tuple(
-        replace(t, sharding={"model": 0}, axis_sizes={"model": 2}) if t.path == "lm_head.weight" else t
+        replace(t, sharding={"fsdp": 0}, axis_sizes={"fsdp": 2}) if t.path == "lm_head.weight" else t
         for t in spec.tensors
     )
+    spec, settings = replace(spec, tensors=tensors), {} if mesh is None else {"mesh": mesh}
     with pytest.raises(MemoptError) as error:
-        make_plan(rules(mesh={"model": 4}), replace(spec, tensors=tensors), backend=fake_backend(), world_size=4)
+        make_plan(rules(**settings), spec, backend=fake_backend(), world_size=4)
     assert codes(error) == ["mesh-conflict"]
+    plan = make_plan(rules(mesh={"data": -1, "fsdp": 2}), spec, backend=fake_backend(), world_size=4)
+    assert plan.row("lm_head.weight", "param").nbytes == 16 * 8 * 4 // 2
 
 
 def test_state_must_be_split_at_least_as_its_parameter(rules, llama_spec, fake_backend) -> None:
