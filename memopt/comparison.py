@@ -19,7 +19,7 @@ from .comparing.planned import planned_peaks
 from .comparing.rows import PLAIN, Entry, Row, make_rows
 from .comparing.run import RunConfig, load_run
 from .data import BYTE_VOCABULARY, byte_batches, default_text, text_files
-from .errors import MemoptError
+from .errors import MemoptError, Problem
 from .loading import load_policy
 from .policy import Policy
 from .workloads import HfWorkload, Workload, WorkloadConfig, load_workload
@@ -157,10 +157,22 @@ def _policies(config: RunConfig) -> dict[str, _NamedPolicy]:
         except MemoptError as error:
             problems.extend(error.problems)
             continue
-        found[PLAIN if policy.is_plain else Path(path).stem] = policy
+        name = PLAIN if policy.is_plain else Path(path).stem
+        if name == PLAIN and (not policy.is_plain or found[PLAIN].path is not None):
+            problems.append(_second_plain(path, policy, found[PLAIN].path))
+        found[name] = policy
     if problems:
         raise MemoptError(problems)
     return found
+
+
+def _second_plain(path: str, policy: _NamedPolicy, first: str | None) -> Problem:
+    """`none` is the plain run, which every other row is compared with: no policy that acts, and one file at most."""
+    if policy.is_plain:
+        message, hint = f"{path} and {first} both do nothing, and `{PLAIN}` is one row", "take one out"
+    else:
+        message, hint = f"{path} is called `{PLAIN}`, as the plain run is, and it has rules or settings", "rename it"
+    return Problem(code="compare-same-name", message=message, hint=hint, path="policies", file=path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .errors import MemoptError
@@ -42,6 +43,15 @@ def render_page(template: str, *, filters: Mapping[str, Callable[..., str]] | No
     return environment.get_template(template).render(plotly_script=_plotly_script(), **values)
 
 
+def new_figure() -> Figure:
+    """An empty plot.
+
+    Raises:
+        MemoptError: `extra-missing` without plotly.
+    """
+    return _plotly("graph_objects").Figure()
+
+
 def figure_block(figure: Figure, *, height: int) -> str:
     """The figure as a `<div>` with our fonts and margins; goes into a template with `| safe`."""
     figure.update_layout(
@@ -60,9 +70,7 @@ def figure_block(figure: Figure, *, height: int) -> str:
 
 def report_page(report: Report) -> str:
     """The page of one applied policy."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
+    figure = new_figure()
     for role, nbytes in report.measured_by_role.items():
         figure.add_bar(y=["device"], x=[nbytes / 2**20], name=role, orientation="h", marker_color=ROLE_COLOURS[role])
     if report.host_bytes:
@@ -82,10 +90,13 @@ def _environment() -> Environment:
 
 @cache
 def _plotly_script() -> str:
+    return _plotly("offline").get_plotlyjs()
+
+
+def _plotly(module: str) -> Any:
     try:
-        from plotly.offline import get_plotlyjs
+        return import_module(f"plotly.{module}")
     except ModuleNotFoundError as error:
         raise MemoptError.of(
             "extra-missing", "plotly is not installed, and pages need it", hint="pip install 'memopt[report]'"
         ) from error
-    return get_plotlyjs()

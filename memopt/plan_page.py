@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .estimate import ROLES
-from .pages import MUTED, ROLE_COLOURS, SERIES_COLOURS, figure_block, render_page
+from .pages import MUTED, ROLE_COLOURS, SERIES_COLOURS, figure_block, new_figure, render_page
 from .plan_table import describe_time, fastest
 from .planning import PlanResult, Refused
 
@@ -86,9 +86,7 @@ def _are_timed(results: Sequence[PlanResult]) -> bool:
 
 def memory_figure(results: Sequence[PlanResult]) -> Figure:
     """Device bytes by role, stacked, with host bytes beside; lines at what is usable and at the budget."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
+    figure = new_figure()
     names = [f"{result.policy} " for result in results]  # a trailing space keeps numeric names from becoming numbers
     for role in ROLES:
         sizes = [result.measured.by_role.get(role, 0) / _GIB for result in results]
@@ -127,8 +125,6 @@ def _limits(result: PlanResult) -> list[tuple[int, str, str]]:
 
 def time_figure(results: Sequence[PlanResult]) -> Figure:
     """The interval of each policy's step."""
-    import plotly.graph_objects as go
-
     shown = [result for result in results if result.time.estimate_s is not None]
     middle = [result.time.estimate_s or 0.0 for result in shown]
     error = {
@@ -139,7 +135,7 @@ def time_figure(results: Sequence[PlanResult]) -> Figure:
         "color": SERIES_COLOURS[0],
         "thickness": 2,
     }
-    figure = go.Figure()
+    figure = new_figure()
     figure.add_scatter(
         y=[f"{result.policy} " for result in shown],
         x=middle,
@@ -156,9 +152,7 @@ def time_figure(results: Sequence[PlanResult]) -> Figure:
 
 def unit_figure(by_unit: Any) -> Figure:
     """Device bytes at the peak, unit by unit."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
+    figure = new_figure()
     figure.add_bar(x=list(by_unit), y=[nbytes / _GIB for nbytes in by_unit.values()], marker_color=SERIES_COLOURS[0])
     figure.update_layout(yaxis_title="GiB at the peak", bargap=0.2)
     return figure
@@ -166,9 +160,7 @@ def unit_figure(by_unit: Any) -> Figure:
 
 def timeline_figure(timeline: Sequence[tuple[str, int]]) -> Figure:
     """Live bytes along the traced step, in the order of its events."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
+    figure = new_figure()
     figure.add_scatter(
         x=list(range(len(timeline))),
         y=[nbytes / _GIB for _, nbytes in timeline],
@@ -188,9 +180,7 @@ def _has_host_room(tuned: Tuned, outcome: Outcome) -> bool:
 
 def frontier_figure(tuned: Tuned) -> Figure:
     """Step time over peak bytes: the frontier, the chosen policy, and policies people write by hand."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
+    figure = new_figure()
     points = tuned.frontier
     figure.add_scatter(
         x=[point.outcome.peak_bytes / _GIB for point in points],

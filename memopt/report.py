@@ -76,7 +76,7 @@ class Report:
         """A page of its own, no network needed to open it.
 
         Raises:
-            MemoptError: `report-extra-missing` without plotly.
+            MemoptError: `extra-missing` without plotly.
         """
         from .pages import report_page
 

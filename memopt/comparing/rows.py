@@ -33,7 +33,7 @@ class Row:
         host_bytes: Held on the host at the peak; counted on the program where the device has one memory.
         step_time_s, step_time_quartiles_s: Median and quartiles of the steps after the warm-up.
         num_timed_steps: How many those are.
-        tokens_per_s: Predicted tokens of the whole batch over `step_time_s`.
+        tokens_per_s: Predicted tokens of the whole batch over `step_time_s`; None with a batch of its own.
         recompute_flops: FLOPs of a step beyond the plain run's, all devices together.
         collectives: Kind -> count in one step.
         effects: What each rule decided (`memopt.report.RuleEffect` as data).
@@ -127,7 +127,7 @@ def _row(entry: Entry) -> Row:
         step_time_s=median,
         step_time_quartiles_s=_quartiles(times),
         num_timed_steps=len(times),
-        tokens_per_s=None if median is None else entry.tokens_per_step / median,
+        tokens_per_s=entry.tokens_per_step / median if median and entry.tokens_per_step else None,
         collectives=result["collectives"],
         effects=tuple(result["effects"]),
         allocator=result.get("allocator"),

@@ -107,9 +107,30 @@ def test_times_are_medians_with_quartiles_and_tokens_follow_from_them(run):
     assert row.tokens_per_s == pytest.approx(2 * 4 / 0.2)
 
 
+def test_a_workload_with_a_batch_of_its_own_has_no_tokens_to_count(run, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("def workload(): raise SystemExit('the workers alone load it')\n")
+    row = run("none", workload=f"{file}:workload").rows[0]
+    assert (row.ok, row.step_time_s, row.tokens_per_s) == (True, 0.2, None)
+
+
 def test_the_plain_run_is_added_where_it_is_missing_and_comes_first(run):
     comparison = run("near")
     assert [row.policy for row in comparison.rows] == [PLAIN, "near"]
+
+
+def test_the_plain_runs_name_belongs_to_one_policy_that_does_nothing(run, tmp_path):
+    """Another would stand in its row, and every difference from plain would be one from that policy."""
+    acts = tmp_path / "sub" / "none.yaml"
+    acts.parent.mkdir()
+    acts.write_text("version: 1\naccumulate: {steps: 2}\n")
+    idle = tmp_path / "idle.yaml"
+    idle.write_text("version: 1\n")
+    for files, said in (([acts], "is called `none`"), ([tmp_path / "none.yaml", idle], "both do nothing")):
+        with pytest.raises(MemoptError) as caught:
+            run("none", policies=[str(file) for file in files])
+        (problem,) = caught.value.problems
+        assert (problem.code, said in problem.message) == ("compare-same-name", True)
 
 
 def test_losses_that_leave_the_plain_run_make_a_row_not_ok(run):
