@@ -36,6 +36,7 @@ from .solve import Infeasible, Solution, solve
 HOST_RESERVE = 0.10
 _ROUNDS = 5
 _PATIENCE = 2  # plans over budget before layers of one stack are all treated alike
+_WORTH_A_CUT = 0.01  # of the step: less does not pay for layers that are treated unlike
 _WORTH = 0.05  # of the budget: less unused memory is not worth another plan
 
 
@@ -117,9 +118,7 @@ class Search:
             if number == _PATIENCE and not any(is_acceptable(candidate.result) for candidate in tuned):
                 # A cut scan can hold bytes of its own: leave cuts out, and forget what they have taught.
                 self.max_cuts, self.choices = 0, replace(self.choices, static_bytes=static_bytes)
-            found = solve(self.choices, max_cuts=self.max_cuts)
-            if isinstance(found, Infeasible):
-                found = self._least(found)
+            found = self._solve()
             if found.assignment in self.planned:
                 break
             tuned.append(self._candidate(found, "tuned"))
@@ -128,6 +127,16 @@ class Search:
         best = self._best() or self._nothing(tuned)
         self._plan_presets(best)
         self._finish(self._best() or best)
+
+    def _solve(self) -> Solution:
+        """The model's fastest; layers are treated alike unless a cut is worth its lines and the bytes it can hold."""
+        found = solve(self.choices, max_cuts=self.max_cuts)
+        if isinstance(found, Infeasible):
+            return self._least(found)
+        alike = solve(self.choices, max_cuts=0) if self.max_cuts else found
+        if isinstance(alike, Solution) and alike.outcome.step_s <= found.outcome.step_s * (1 + _WORTH_A_CUT):
+            return alike
+        return found
 
     def _measure_recompute(self) -> None:
         """One plan of full recompute fixes the bytes no choice changes, and is the first policy to be faster than."""
