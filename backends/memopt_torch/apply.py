@@ -104,7 +104,12 @@ class Applied:
 
         Returns:
             The norm before clipping, a 0-d tensor, the same on every rank.
+
+        Raises:
+            MemoptError: `accumulate-steps`, in the middle of an accumulation that reduces at its end.
         """
+        if self._is_flat():
+            self.engine.before_step()
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         grads = [p.grad for p in parameters if p.grad is not None]
         if not grads:

@@ -15,6 +15,7 @@ from memopt.errors import MemoptError, MemoptWarning
 
 from .sharded import local_tensor
 from .units import Entry, Section, Unit
+from .unreduced import Unreduced, was_zeroed
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -65,6 +66,7 @@ class Reduction:
         if self.running or self.engine.paused:
             return
         self.running = True
+        self._follow_zero_grad()
         self.engine.collectives.step += 1
         self.engine.schedule.start_backward()
         for unit in self.engine.units:
@@ -128,7 +130,7 @@ class Reduction:
                 self._claim_reduced(section)  # kept gradients are about to be brought there
             # Parameters that modules use as they are carry their own gradients; autograd adds to them.
             section.carries = not section.in_place and section.accumulates()
-            if section.carries and section.layout == "zero1" and section.grad is not None:
+            if section.carries and section.layout == "zero1" and section.grad is not None and not section.kept:
                 # Only this rank's stretch is the user's; scaled so that the mean over ranks gives it back.
                 mine = section.own_part(section.grad).clone()
                 section.grad.zero_()
@@ -312,10 +314,27 @@ class Reduction:
     def _keep(self, section: Section) -> None:
         """Reduction is put off: what arrived stays whole until the last backward pass of the optimizer step."""
         section.kept |= section.arrived
-        if not section.stages_gradients:
+        for entry in section.entries:
+            if entry.offset not in section.kept:
+                continue
+            if section.layout == "whole":
+                entry.held.grad = entry.grad
+            elif entry.held.grad is None or entry.held.grad is entry.grad:
+                entry.held.grad = Unreduced.of(entry.held, replaces=entry.held.grad)  # type: ignore[arg-type]
+
+    def _follow_zero_grad(self) -> None:
+        """Gradients kept from earlier micro-batches go where the user has cleared them since; with all of them gone
+        the accumulation starts again."""
+        sections = [section for section in self.sections() if section.kept]
+        for section in sections:
             for entry in section.entries:
-                if entry.offset in section.arrived:
-                    entry.held.grad = entry.grad
+                grad = entry.held.grad
+                if was_zeroed(grad):
+                    section.kept.discard(entry.offset)
+                if isinstance(grad, Unreduced):
+                    entry.held.grad = None if grad.is_zeroed else grad.replaces
+        if sections and not any(section.kept for section in sections):
+            self.micro_step = 0
 
     def _reset(self) -> None:
         for unit in self.engine.units:
@@ -344,9 +363,8 @@ class Reduction:
             return
         for section in sections:
             section.kept.clear()
-            if not section.stages_gradients:
-                for entry in section.entries:
-                    entry.held.grad = None
+            for entry in section.entries:
+                entry.held.grad = None
         warnings.warn(
             f"a backward pass failed after {self.micro_step % self.accumulate_steps} of {self.accumulate_steps} "
             "micro-batches: their gradients are dropped and the accumulation starts again",

@@ -307,8 +307,11 @@ def test_requires_grad_flips_between_steps(tools: Any) -> None:
     assert_equal(both(tools, tools.llama, tools.policy(tools.shard()), step=step, steps=9))
 
 
-@pytest.mark.parametrize("reduce_at", ["each", "last"])
-def test_accumulation_over_three_micro_batches(tools: Any, reduce_at: str) -> None:
+@pytest.mark.parametrize(
+    "rules, reduce_at",
+    [("shard", "each"), ("shard", "last"), ("zero1", "each"), ("zero1", "last"), ("none", "last")],
+)
+def test_accumulation_over_three_micro_batches(tools: Any, rules: str, reduce_at: str) -> None:
     def step(model: Any, opt: Any, number: int, reduce: Any, run: Any) -> Any:
         total = 0.0
         for micro in range(3):
@@ -320,12 +323,51 @@ def test_accumulation_over_three_micro_batches(tools: Any, reduce_at: str) -> No
         opt.zero_grad()
         return total
 
-    policy = tools.policy(tools.shard(), accumulate={"steps": 3, "reduce": reduce_at})
+    policy = {**POLICIES[rules](tools), "accumulate": {"steps": 3, "reduce": reduce_at}}
     outcomes = both(tools, tools.llama, policy, step=step, steps=8)
     if reduce_at == "last":
         assert_equal(outcomes)
     for plain, ours in outcomes:
         assert ours == pytest.approx(plain, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "rules, set_to_none",
+    [("shard", True), ("shard", False), ("zero1", True), ("zero1", False), ("none", True)],
+)
+def test_zero_grad_inside_a_deferred_accumulation_starts_it_again(tools: Any, rules: str, set_to_none: bool) -> None:
+    def step(model: Any, opt: Any, number: int, reduce: Any, run: Any) -> Any:
+        total = 0.0
+        for micro in range(3 + 1):
+            if micro == 1:  # the first one is given up
+                opt.zero_grad(set_to_none=set_to_none)
+            loss = tools.loss(model, tools.batch(number, tools.rank(), micro=micro)) / 3
+            loss.backward()
+            total += loss.item()
+        reduce(model)
+        opt.step()
+        opt.zero_grad()
+        return total
+
+    policy = {**POLICIES[rules](tools), "accumulate": {"steps": 3, "reduce": "last"}}
+    outcomes = both(tools, tools.llama, policy, step=step, steps=5)
+    for plain, ours in outcomes:
+        assert ours == pytest.approx(plain, abs=1e-6)
+
+
+def test_a_gradient_read_inside_a_deferred_accumulation_is_refused(tools: Any) -> None:
+    def job() -> tuple[str, str, bool]:
+        run = memopt.apply_policy(tools.llama(), tools.policy(tools.shard(), accumulate={"steps": 2, "reduce": "last"}))
+        tools.loss(run.model, tools.batch(0, tools.rank())).backward()
+        with pytest.raises(MemoptError) as read:
+            run.model.lm_head.weight.grad.norm()
+        with pytest.raises(MemoptError) as clipped:
+            run.clip_grad_norm_(1.0)
+        tools.loss(run.model, tools.batch(1, tools.rank())).backward()
+        norm = run.clip_grad_norm_(1.0)
+        return read.value.problems[0].code, clipped.value.problems[0].code, bool(norm > 0)
+
+    assert run_ranks(job, 2) == [("gradient-not-reduced", "accumulate-steps", True)] * 2
 
 
 @pytest.mark.parametrize("rules", ["shard", "zero1", "none"])
