@@ -6,12 +6,14 @@ Order, outermost last: recomputation and activation offload are put around each 
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,6 +32,8 @@ from .methods import register_method
 from .optimizers import make_optimizer, note_state_rule, refuse_foreign_optimizer, repoint
 from .placement import dtypes_of, requests_of
 from .sharded import vector_norms
+
+log = logging.getLogger("memopt")
 
 
 class Applied:
@@ -181,7 +185,8 @@ class Applied:
         Args:
             batch: What `loss` takes; without `loss` a mapping of keyword arguments whose result has `.loss`, or is the
                 scalar itself. Each rank passes its own.
-            reference: `plain` keeps every activation, `recompute` recomputes every unit, `auto` is `plain`.
+            reference: `plain` keeps every activation, `recompute` recomputes every unit. `auto` is `plain` where that
+                fits the policy's device budget (without one: the GPU's memory), else `recompute`.
             layout: Also compares with the unsharded model on the same batches.
             loss: `loss(model, batch)`.
 
@@ -304,6 +309,7 @@ def apply(model: nn.Module, plan: Plan, spec: ModelSpec, *, optimizer: Any, mesh
     engine = _engine(model, plan, names)
     regions.transfers.engine = engine  # weights are never offloaded as activations
     applied = Applied(model, plan, spec, names=names, engine=engine, regions=regions)
+    _tell_arena(engine)
     guard_model(model, applied)
     held = applied.held_parameters()
     for row in plan.rows_of("optimizer_state"):
@@ -312,6 +318,13 @@ def apply(model: nn.Module, plan: Plan, spec: ModelSpec, *, optimizer: Any, mesh
     if optimizer is not None:
         applied.adopt(optimizer)
     return applied
+
+
+def _tell_arena(engine: Any) -> None:
+    """The arena's table, once a job: what is allocated is known before training."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if isinstance(engine, Engine) and engine.arena_plan.nbytes and is_first:
+        log.info("memory of gathered weights and gradients on each rank:\n%s", engine.arena_plan.table())
 
 
 def _engine(model: nn.Module, plan: Plan, names: Names) -> Any:

@@ -101,8 +101,16 @@ class ArenaPlan:
         """The plan as text, largest blocks first."""
         rows = sorted(self.placed(), key=lambda row: (-row[0].nbytes, row[0].name))
         lines = [f"{block.name:40s} {block.nbytes:>14,d} bytes at {offset:>14,d}" for block, offset in rows]
-        total = f"arena: {self.nbytes:,d} bytes in one allocation (busiest moment {self.floor_nbytes:,d})"
-        return "\n".join([*lines, total])
+        lines.append(f"arena: {self.nbytes:,d} bytes in one allocation (busiest moment {self.floor_nbytes:,d})")
+        if self.outside_nbytes:
+            lines.append(f"reduced gradients that find no room in it: {self.outside_nbytes:,d} bytes of their own")
+        return "\n".join(lines)
+
+    @property
+    def outside_nbytes(self) -> int:
+        """Reduced gradients with memory of their own."""
+        both = zip(self.reduced, self.reduced_offsets, strict=True)
+        return sum(block.nbytes for block, offset in both if offset is None)
 
 
 def _round_up(nbytes: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from memopt.applied import Check, Reference
 from memopt.errors import MemoptError
 
 from .engine import Engine
+from .fitting import fits_everywhere, limit_bytes, recompute_and_measure
 from .sharded import ShardedTensor
 
 if TYPE_CHECKING:
@@ -33,11 +34,9 @@ def check(
 ) -> Check:
     """See `Applied.check`."""
     run = loss or default_loss
-    mode = "recompute" if reference == "recompute" else "plain"
     with _untouched(applied):
         policy_loss, policy_grads = _run(applied, batch, run)
-        with applied.regions.reference(mode):
-            reference_loss, reference_grads = _run(applied, batch, run)
+        mode, reference_loss, reference_grads = _run_reference(applied, batch, run, reference)
         loss_diff, diffs = _compare(policy_loss, reference_loss, policy_grads, reference_grads)
         if layout:
             whole_loss, whole_grads = _run_whole(applied, batch, run, mode)
@@ -120,6 +119,20 @@ def _run(applied: Applied, batch: Any, run: Callable[[nn.Module, Any], torch.Ten
         for buffer, value in before.items():
             buffer.copy_(value)
     return float(loss.detach()), grads
+
+
+def _run_reference(
+    applied: Applied, batch: Any, run: Callable[[nn.Module, Any], torch.Tensor], reference: Reference
+) -> tuple[Literal["plain", "recompute"], float, dict]:
+    """The run to compare with. `auto`: with everything kept, if that fits; a run that recomputes every unit tells."""
+    limit = limit_bytes(applied) if reference == "auto" and applied.regions.regions else None
+    if limit is not None:
+        result, needed_bytes = recompute_and_measure(applied, lambda: _run(applied, batch, run))
+        if not fits_everywhere(needed_bytes, limit):
+            return "recompute", *result
+    mode = "recompute" if reference == "recompute" else "plain"
+    with applied.regions.reference(mode):
+        return mode, *_run(applied, batch, run)
 
 
 def _run_whole(

@@ -43,6 +43,7 @@ class Region:
         transfers: Copies to and from host memory, shared by all regions of the model.
         told: Warnings given already, shared by all regions.
         used: Numbers of the rules by which something is held.
+        around: Entered around recomputations of a reference run.
     """
 
     module: nn.Module
@@ -54,6 +55,7 @@ class Region:
     used: set[int] = field(default_factory=set)
     mode: Mode = "policy"
     is_compiled: bool = False
+    around: AbstractContextManager[Any] = field(default_factory=nullcontext)
     before: Callable[[], None] = lambda: None
     _learnt: dict[Any, _Learnt] = field(default_factory=dict)
     _saved: SavedRegion = field(init=False)
@@ -100,7 +102,7 @@ class Region:
         _refuse_outer_checkpoint(self.path)
         refuse_own_checkpointing(self.module, self.path, is_deep=False)
         if self.mode == "recompute" or self.is_compiled:
-            return _checkpointed(original, args, kwargs)
+            return _checkpointed(original, args, kwargs, contexts=(nullcontext(), self.around))
         self.before()
         if not self.wanted.can_recompute:
             return self._saved.forward(original, args, kwargs)
@@ -358,20 +360,21 @@ class Regions:
             region.remove()
 
     @contextmanager
-    def reference(self, mode: Mode) -> Iterator[None]:
-        """Run without the policy's residual slots: `plain` keeps everything, `recompute` recomputes every unit."""
+    def reference(self, mode: Mode, *, around: AbstractContextManager[Any] | None = None) -> Iterator[None]:
+        """Run without the policy's residual slots: `plain` keeps everything, `recompute` recomputes every unit, each
+        recomputation inside `around`."""
         extra: list[Region] = []
         if mode == "recompute":
             extra = _regions(self.model, self.plan, self.transfers, skip={id(region.module) for region in self.regions})
         for region in (*self.regions, *extra):
-            region.mode = mode
+            region.mode, region.around = mode, around or nullcontext()
         try:
             yield
         finally:
             for region in extra:
                 region.remove()
             for region in self.regions:
-                region.mode = "policy"
+                region.mode, region.around = "policy", nullcontext()
 
 
 def _regions(model: nn.Module, plan: Plan, transfers: Transfers, *, skip: set[int] | None = None) -> list[Region]:

@@ -3,6 +3,7 @@ put into it on purpose are caught."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -94,15 +95,50 @@ def train(tools: Any, run: Any, opt: Any, numbers: range) -> None:
         opt.zero_grad()
 
 
-def test_planned_arena_bytes_are_the_bytes_allocated(tools: Any) -> None:
-    def job() -> tuple[int, int, str]:
+def test_planned_arena_bytes_are_told_before_training_and_are_the_bytes_allocated(tools: Any) -> None:
+    def job() -> tuple[int, int, int, int, list[str]]:
+        told: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("memopt").addHandler(handler)
+        logging.getLogger("memopt").setLevel(logging.INFO)
         run = memopt.apply_policy(tools.llama(), tools.policy(tools.shard()))
-        arena = engine_of(run).arena
-        return arena.plan.nbytes, arena.storage.untyped_storage().nbytes(), arena.plan.table()
+        engine = engine_of(run)
+        arena = engine.arena
+        allocated = arena.storage.untyped_storage().nbytes()
+        return arena.plan.nbytes, allocated, arena.plan.outside_nbytes, own_gradient_bytes(engine), told
 
-    for planned, allocated, table in run_ranks(job, 2):
+    first, second = run_ranks(job, 2)
+    for planned, allocated, planned_outside, outside, _ in (first, second):
         assert planned == allocated > 0
-        assert f"{planned:,d} bytes in one allocation" in table
+        assert planned_outside == outside
+    (table,) = first[-1]
+    assert f"{first[0]:,d} bytes in one allocation" in table
+    assert "weights layers.3" in table
+    assert second[-1] == []  # one rank tells
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_check_compares_with_recomputation_where_keeping_everything_is_over_the_budget(
+    tools: Any, world: int
+) -> None:
+    def job() -> list[str]:
+        tokens = tools.batch(0, tools.rank())
+        batch = {"input_ids": tokens, "labels": tokens}
+        rules = [tools.recompute()] if world == 1 else [tools.shard(), tools.recompute()]
+        taken = []
+        with StepMeter(model := tools.llama(layers=8)) as meter:  # unsharded, everything kept: no less is enough
+            tools.loss(model, tokens).backward()
+        plain = meter.result().peak.nbytes
+        for budget in (2 * plain, plain // 2):
+            run = memopt.apply_policy(tools.llama(layers=8), tools.policy(*rules, budget={"device": budget}))
+            check = run.check(batch)
+            assert check.ok, check
+            assert run.check(batch, reference="plain").reference == "plain"
+            taken.append(check.reference)
+        return taken
+
+    assert run_ranks(job, world) == [["plain", "recompute"]] * world
 
 
 def own_gradient_bytes(engine: Engine) -> int:
