@@ -9,7 +9,7 @@ from .judge import judge
 from .problem import Assignment
 from .problem import Problem as Choices
 
-_NOTICED = 0.02  # of the step: exposed seconds below it are no reason to choose again
+NOTICED = 0.02  # of the step: exposed seconds below it are no reason to choose again
 _SLOWEST = 0.02  # of the link's rate; no schedule is believed to be worse
 _HALVINGS = 24
 
@@ -30,7 +30,7 @@ def learn_link(choices: Choices, result: PlanResult, assignment: Assignment) -> 
     if exposed_s is None or choices.link is None:
         return None
     modelled = judge(choices, assignment)
-    if exposed_s <= modelled.exposed_s + _NOTICED * modelled.step_s:
+    if exposed_s <= modelled.exposed_s + NOTICED * modelled.step_s:
         return None
     low, high = _SLOWEST, 1.0
     for _ in range(_HALVINGS):

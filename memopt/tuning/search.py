@@ -25,7 +25,7 @@ from ..workloads.sizes import with_sizes
 from .costs import ModelCosts, assignment_of, model_costs
 from .judge import judge
 from .layouts import OFFLOAD_OPTIONS, Layout
-from .learning import learn_bytes, learn_link
+from .learning import NOTICED, learn_bytes, learn_link
 from .policy_text import TensorRule, render_policy, tensor_rules
 from .presets import preset_assignments
 from .problem import Assignment
@@ -36,7 +36,7 @@ from .solve import Infeasible, Solution, solve
 HOST_RESERVE = 0.10
 _ROUNDS = 5
 _PATIENCE = 2  # plans over budget before layers of one stack are all treated alike
-_WORTH_A_CUT = 0.01  # of the step: less does not pay for layers that are treated unlike
+_WORTH_A_CUT = 0.003  # of the step: less does not pay for layers that are treated unlike
 _WORTH = 0.05  # of the budget: less unused memory is not worth another plan
 
 
@@ -124,6 +124,7 @@ class Search:
             tuned.append(self._candidate(found, "tuned"))
             if not self._learn(tuned[-1]):
                 break
+        self._plan_without_link(replace(self.choices, link=None, static_bytes=static_bytes))
         best = self._best() or self._nothing(tuned)
         self._plan_presets(best)
         self._finish(self._best() or best)
@@ -133,7 +134,9 @@ class Search:
         found = solve(self.choices, max_cuts=self.max_cuts)
         if isinstance(found, Infeasible):
             return self._least(found)
-        alike = solve(self.choices, max_cuts=0) if self.max_cuts else found
+        if not _is_cut(self.choices, found.assignment):
+            return found
+        alike = solve(self.choices, max_cuts=0)
         if isinstance(alike, Solution) and alike.outcome.step_s <= found.outcome.step_s * (1 + _WORTH_A_CUT):
             return alike
         return found
@@ -160,6 +163,21 @@ class Search:
     def _nothing(self, tuned: list[Candidate]) -> Candidate:
         least = min(tuned or self.planned.values(), key=lambda candidate: candidate.result.measured.peak_bytes)
         raise infeasible(least.result, self.layout)
+
+    def _plan_without_link(self, choices: Choices) -> None:
+        """Where the best so far waits for copies in the compiled schedule, the best that copies nothing is planned."""
+        best = self._best()
+        exposed_s = (best.result.measured.overlap or {}).get("exposed_s") if best is not None else None
+        if best is None or not exposed_s or exposed_s < NOTICED * best.step_s:
+            return
+        for _ in range(_PATIENCE):
+            found = solve(choices, max_cuts=self.max_cuts)
+            if isinstance(found, Infeasible) or found.assignment in self.planned:
+                return
+            result = self._candidate(found, "without-offload").result
+            if is_acceptable(result):
+                return
+            choices = learn_bytes(choices, result, found.assignment)
 
     def _plan_presets(self, best: Candidate) -> None:
         """Plans those hand-written policies that may fit and could be faster than the best so far.
@@ -305,6 +323,16 @@ class Search:
         ]
         header = (*describe(self.setting, self.wishes, solution), *notes)
         return self._text(rules, header=header, options=options)
+
+
+def _is_cut(choices: Choices, assignment: Assignment) -> bool:
+    """Whether layers of one class are treated unlike."""
+    start = 0
+    for layer in choices.classes:
+        if len(set(assignment[start : start + layer.count])) > 1:
+            return True
+        start += layer.count
+    return False
 
 
 def reason(rule: TensorRule, choices: Choices, solution: Solution) -> str:
