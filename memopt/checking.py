@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from .backend import Backend, backend_names, load_backend, missing_frameworks, require_frameworks
 from .errors import MemoptError, Problem, all_of
+from .guarding import inspected
 from .loading import load_policy, validate_options
 from .policy import Policy
 
@@ -63,7 +64,7 @@ def plan_for(policy: Path, workload: str, backend: str, *, world_size: int | Non
         lambda: require_frameworks(backend),
     )
     options = validate_options(loaded, chosen)
-    spec = chosen.inspect_workload(described)
+    spec = inspected(chosen, described)
     size = world_size or least_world(loaded)
     return make_plan(loaded, spec, backend=chosen, world_size=size, options=options)
 
@@ -102,7 +103,7 @@ def _against_workload(
     found: list[list[Problem]] = []
     for one in candidates:
         try:
-            spec = one.inspect_workload(loaded)
+            spec = inspected(one, loaded)
             size = world_size or least_world(policy)
             make_plan(policy, spec, backend=one, world_size=size, options=validate_options(policy, one))
             found.append([])

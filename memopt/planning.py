@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from .backend import Backend, load_backend
 from .calibrate import MeasuredRun, calibrated_rates, load_run, measured_seconds
 from .errors import MemoptError, Problem, all_of
 from .estimate import Measured
+from .guarding import guarded, inspected
 from .loading import load_policy, validate_options
 from .lowering import make_plan as lower
 from .plan import Plan
@@ -30,7 +30,6 @@ __all__ = [
     "Progress",
     "Refused",
     "Setting",
-    "guarded",
     "judged",
     "lowered",
     "measure",
@@ -68,7 +67,7 @@ def prepare(
         lambda: load_workload(workload),
         *checks,
     )
-    spec = guarded(f"inspecting the model of `{described.name}`", lambda: chosen.inspect_workload(described))
+    spec = inspected(chosen, described)
     spec = with_sizes(spec, described)
     return Setting(workload=described, backend=chosen, target=loaded, spec=spec, budget=dict(budget or {}))
 
@@ -109,37 +108,6 @@ def measure(plan: Plan, setting: Setting, *, progress: Progress | None = None) -
             setting.workload, plan, setting.spec, target=setting.target, progress=progress
         ).check(),
     )
-
-
-def guarded(what: str, call: Callable[[], Any]) -> Any:
-    """Run framework and user code; whatever it raises becomes one error that names the place.
-
-    Raises:
-        MemoptError: The framework's own, or `plan-crashed`.
-    """
-    try:
-        return call()
-    except MemoptError:
-        raise
-    except Exception as error:
-        frame = _frame_of(error)
-        raise MemoptError(
-            Problem(
-                "plan-crashed",
-                f"{what} raised {type(error).__name__}: {str(error).strip() or 'without a message'}",
-                hint="the place is the innermost line outside the frameworks; `memopt doctor` prints the versions",
-                file=frame.filename if frame else None,
-                line=frame.lineno if frame else None,
-            )
-        ) from error
-
-
-def _frame_of(error: Exception) -> traceback.FrameSummary | None:
-    """The innermost frame outside site-packages: the user's line where there is one, else ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith("<")]
-    outside = [frame for frame in own if f"{Path(__file__).parent}" not in frame.filename]
-    return (outside or own or [None])[-1]
 
 
 def plan_policy(

@@ -156,7 +156,10 @@ def _buffers(model: nn.Module) -> Iterator[TensorSpec]:
 
 
 def _modules(names: Names) -> Iterator[ModuleSpec]:
+    """Every module that is called; a list of modules has no forward to gather for or to run again."""
     for path, module in names.modules.items():
+        if isinstance(module, CONTAINERS) and type(module).forward is nn.Module.forward:
+            continue
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
         yield ModuleSpec(path, names.raw_modules[path], type(module).__name__, nbytes)
 

@@ -25,6 +25,7 @@ def check(
     from ..backend import load_backend, require_frameworks
     from ..checking import least_world
     from ..errors import all_of
+    from ..guarding import guarded
     from ..loading import load_policy
     from ..workloads import load_workload
 
@@ -35,7 +36,11 @@ def check(
         lambda: require_frameworks(backend),
     )
     size = world_size or least_world(loaded)
-    result = chosen.check(described, loaded, world_size=size, seed=seed)
+    result = guarded(
+        f"a step of `{workload}`",
+        lambda: chosen.check(described, loaded, world_size=size, seed=seed),
+        code="workload-crashed",
+    )
     if as_json:
         print(json.dumps(result.to_json(), indent=2))
     else:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import Problem
 from ..quantities import format_bytes
 
 
@@ -28,7 +29,7 @@ def _lines(value: Any, depth: int) -> Iterator[str]:
     """Nested data as indented `key: value` lines."""
     indent = "  " * depth
     for key, entry in value.items():
-        if entry in ([], {}, (), ""):
+        if entry in ([], {}, (), "") or (key == "ok" and value.get("problems")):
             continue
         if isinstance(entry, dict) and entry.get("ok") is True and not any(v for k, v in entry.items() if k != "ok"):
             yield f"{indent}{key}: ok"
@@ -37,6 +38,9 @@ def _lines(value: Any, depth: int) -> Iterator[str]:
         elif isinstance(entry, dict) and entry:
             yield f"{indent}{key}:"
             yield from _lines(entry, depth + 1)
+        elif key == "problems" and isinstance(entry, list):
+            for problem in entry:
+                yield from (indent + line for line in Problem(**problem).render().splitlines())
         elif isinstance(entry, list | tuple) and entry and isinstance(entry[0], dict):
             yield f"{indent}{key}:"
             for one in entry:

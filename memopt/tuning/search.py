@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MemoptError, Problem
+from ..guarding import inspected
 from ..loading import load_policy
-from ..planning import PlanResult, Progress, Setting, guarded, judged, lowered, plan_policy
+from ..planning import PlanResult, Progress, Setting, judged, lowered, plan_policy
 from ..policy import Policy
 from ..quantities import format_bytes, format_seconds
 from ..roofline import Rates
@@ -101,8 +102,7 @@ class Search:
     def _with_workload(setting: Setting, layout: Layout) -> Setting:
         if layout.workload is setting.workload:
             return setting
-        what = f"inspecting the model of `{layout.workload.name}`"
-        spec = guarded(what, lambda: setting.backend.inspect_workload(layout.workload))
+        spec = inspected(setting.backend, layout.workload)
         return replace(setting, workload=layout.workload, spec=with_sizes(spec, layout.workload))
 
     def run(self) -> None:

@@ -42,8 +42,9 @@ def load_workload(
         return load_document(_existing(Path(text)), WorkloadConfig)
     place, colon, function = text.rpartition(":")
     if not colon or not place or not function.isidentifier():
-        raise MemoptError.of("workload-bad-reference", f"`{text}` is none of {FORMS}", hint=_near_yaml(Path(text)))
-    module = _module_of_file(Path(place)) if place.endswith(".py") else _module_of_name(place)
+        hint = f"name its function: `{text}:FUNCTION`" if text.endswith(".py") else _near_yaml(Path(text))
+        raise MemoptError.of("workload-bad-reference", f"`{text}` is none of {FORMS}", hint=hint)
+    module = _module_of_file(Path(place)) if place.endswith(".py") else _module_of_name(place, function)
     absolute = f"{Path(place).resolve()}:{function}" if place.endswith(".py") else text
     return dataclasses.replace(_called(module, function, text), ref=absolute)
 
@@ -104,7 +105,11 @@ def _module_of_file(path: Path) -> Any:
     return module
 
 
-def _module_of_name(name: str) -> Any:
+def _module_of_name(name: str, function: str) -> Any:
+    if Path(f"{name}.py").is_file() and importlib.util.find_spec(name) is None:
+        raise MemoptError.of(
+            "workload-import-failed", f"no module `{name}` is installed", hint=f"did you mean `{name}.py:{function}`?"
+        )
     return _importing(name, lambda: importlib.import_module(name))
 
 
@@ -127,6 +132,8 @@ def _called(module: Any, function: str, reference: str) -> Workload:
         )
     try:
         workload = make()
+    except MemoptError:
+        raise
     except Exception as error:
         raise _failure("workload-import-failed", f"`{reference}` raised", error) from error
     if not isinstance(workload, Workload):
@@ -142,6 +149,8 @@ def _failure(code: str, what: str, error: Exception) -> MemoptError:
     """One problem with the innermost line of the user's code."""
     trace, file, line = error.__traceback__, None, None
     while trace is not None:
-        file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        place = trace.tb_frame.f_code.co_filename
+        if not place.startswith("<") and place not in (__file__, importlib.__file__):  # no places to look at
+            file, line = place, trace.tb_lineno
         trace = trace.tb_next
     return MemoptError(Problem(code=code, message=f"{what}: {type(error).__name__}: {error}", file=file, line=line))

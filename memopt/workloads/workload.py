@@ -6,6 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import MemoptError, Problem
+
+_CALLED = {"model": "give what builds it: `model=lambda: Net()`", "loss": "give a function `loss(model, batch)`"}
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -23,6 +27,9 @@ class Workload:
             to an optimizer. JAX: an optax transformation.
         ref: What `load_workload` was given (its file made absolute), so that another process can load it again; None
             for a workload built in this process.
+
+    Raises:
+        MemoptError: `workload-wrong-type`, for each of `model`, `loss` and `batch` that is of another kind.
     """
 
     name: str
@@ -31,6 +38,20 @@ class Workload:
     batch: Mapping[str, Any]
     optimizer: Any
     ref: str | None = None
+
+    def __post_init__(self) -> None:
+        wrong = []
+        for name in ("model", "loss"):
+            if not callable(value := getattr(self, name)):
+                wrong.append((name, f"a {type(value).__name__}, which cannot be called", _CALLED[name]))
+        if not isinstance(self.batch, Mapping):
+            made = "the function that makes it" if callable(self.batch) else f"a {type(self.batch).__name__}"
+            wrong.append(("batch", f"{made}, not a mapping of names to tensors", 'give `batch={"x": x, "y": y}`'))
+        if wrong:
+            raise MemoptError(
+                Problem("workload-wrong-type", f"`{name}` of workload `{self.name}` is {got}", hint=hint, path=name)
+                for name, got, hint in wrong
+            )
 
 
 @dataclass(frozen=True, slots=True)

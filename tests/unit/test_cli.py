@@ -11,6 +11,7 @@ import pytest
 
 from memopt.applied import Check
 from memopt.cli import COMMANDS, main
+from memopt.errors import Problem
 
 GOOD = "version: 1\nrules: [{name: a, action: shard, match: {role: param}}]\n"
 BAD = "version: 1\nrule: []\n"
@@ -256,7 +257,9 @@ def test_doctor_says_versions_and_what_is_missing(capsys, monkeypatch) -> None:
 
     class Here:
         def doctor(self):
-            return {"devices": ["cpu:0"]}
+            problem = Problem("target-plugin-missing", "no plugin", hint="install it")
+            targets = {"cpu": {"ok": True, "problems": []}, "gpu": {"ok": False, "problems": [problem.to_json()]}}
+            return {"devices": ["cpu:0"], "targets": targets}
 
     found = {"jax": Missing(), "torch": Here()}
     monkeypatch.setattr("memopt.doctor.backend_names", lambda: tuple(found))
@@ -266,8 +269,10 @@ def test_doctor_says_versions_and_what_is_missing(capsys, monkeypatch) -> None:
     assert code == 0
     assert report["packages"]["pydantic"]
     assert report["backends"]["jax"] == {"ok": False, "missing": "jax", "install": "pip install 'memopt[jax]'"}
-    assert report["backends"]["torch"] == {"ok": True, "devices": ["cpu:0"]}
-    assert "install: pip install 'memopt[jax]'" in run(capsys, "doctor")[1]
+    assert report["backends"]["torch"]["devices"] == ["cpu:0"]
+    text = run(capsys, "doctor")[1]
+    assert "install: pip install 'memopt[jax]'" in text
+    assert "      gpu:\n        [target-plugin-missing] no plugin\n          next: install it\n" in text
 
 
 @pytest.mark.parametrize("same, code", [(True, 0), (False, 1)])
@@ -290,6 +295,41 @@ def test_check_exits_by_its_verdict(capsys, good, monkeypatch, same, code) -> No
         "worst_tensor": "layers.0.w",
         "reference": "plain",
     }
+
+
+BROKEN = """
+from memopt import Workload
+def tiny():
+    return Workload("mine", dict, lambda model, batch: batch["no such"], {}, None)
+"""
+
+
+@pytest.mark.parametrize("command", ["validate", "explain", "check"])
+def test_what_a_workload_raises_is_one_problem_that_names_its_line(
+    capsys, good, tmp_path, monkeypatch, command
+) -> None:
+    class Backend:
+        name = "fake"
+
+        def options(self):
+            return None
+
+        def inspect_workload(self, workload):
+            workload.loss(workload.model(), workload.batch)
+
+        def check(self, workload, policy, **_):
+            workload.loss(workload.model(), workload.batch)
+
+    monkeypatch.setattr("memopt.backend.load_backend", lambda name: Backend())
+    monkeypatch.setattr("memopt.checking.load_backend", lambda name: Backend())
+    monkeypatch.setattr("memopt.checking.validate_options", lambda policy, backend: {})
+    file = tmp_path / f"broken_{command}.py"
+    file.write_text(BROKEN)
+    code, out, _ = run(capsys, command, good, "--workload", f"{file}:tiny", "--backend", "fake", "--json")
+    (problem,) = json.loads(out)["problems"]
+    assert (code, problem["code"]) == (1, "workload-crashed")
+    assert "raised KeyError: 'no such'" in problem["message"]
+    assert (problem["file"], problem["line"]) == (str(file), 4)
 
 
 def test_help_lists_the_commands_that_are_there(capsys) -> None:

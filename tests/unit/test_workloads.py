@@ -167,3 +167,26 @@ def test_a_transformers_folder_is_read_without_transformers(tmp_path):
 def test_a_config_that_is_not_of_a_language_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     assert list(problems_of(f"hf:{tmp_path}")) == ["workload-bad-hf-config"]
+
+
+def test_a_workload_with_fields_of_another_kind_is_refused_with_all_of_them_at_once():
+    def batch():
+        return {}
+
+    with pytest.raises(MemoptError) as error:
+        Workload("mine", 3, lambda model, batch: 0.0, batch, None)  # type: ignore[arg-type]
+    first, second = error.value.problems
+    assert (first.code, first.path) == (second.code, "model") == ("workload-wrong-type", "model")
+    assert (second.path, second.hint) == ("batch", 'give `batch={"x": x, "y": y}`')
+    assert "is the function that makes it, not a mapping of names to tensors" in second.message
+
+
+def test_a_reference_that_leaves_out_half_offers_the_other_half(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "half_of_mine.py").write_text("def tiny():\n    return 3\n", encoding="utf-8")
+    no_function = problems_of("half_of_mine.py")["workload-bad-reference"]
+    assert no_function.hint == "name its function: `half_of_mine.py:FUNCTION`"  # type: ignore[attr-defined]
+    no_file = problems_of("half_of_mine:tiny")["workload-import-failed"]
+    assert no_file.hint == "did you mean `half_of_mine.py:tiny`?"  # type: ignore[attr-defined]
+    nowhere = problems_of("no_such_module_of_anyone:tiny")["workload-import-failed"]
+    assert (nowhere.file, nowhere.line) == (None, None)  # type: ignore[attr-defined]

@@ -455,3 +455,20 @@ def test_transformers_gradient_checkpointing_on_a_unit_is_refused_with_the_fix()
             module.gradient_checkpointing = True
     with pytest.raises(MemoptError, match="gradient_checkpointing_disable"):
         memopt.apply_policy(model, policy(WHOLE))
+
+
+def _as_mapping(blocks: list[nn.Module]) -> nn.ModuleDict:
+    return nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, _as_mapping])
+def test_a_unit_that_names_a_list_of_layers_is_refused_with_the_layers(kind: Any) -> None:
+    """A list of modules is never called: as a unit it would recompute nothing, and nobody would be told."""
+    model = nn.Module()
+    model.blocks = kind([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+    rule = {"name": "rest", "action": "recompute", "match": {"unit": "blocks"}}
+    with pytest.raises(MemoptError) as error:
+        memopt.apply_policy(model, {"version": 1, "units": ["blocks"], "rules": [rule]})
+    problem = error.value.problems[0]
+    assert problem.code == "unit-matches-nothing"
+    assert "`Sequential` × 3 at `blocks.*`" in problem.message
