@@ -89,8 +89,13 @@ class Applied:
             from .checkpoint import claim_state
 
             claim_state(self, optimizer)
-        optimizer.register_step_post_hook(lambda *_: self._step_ends.append(time.perf_counter()))
+        optimizer.register_step_post_hook(lambda *_: self._after_step())
         return optimizer
+
+    def _after_step(self) -> None:
+        if not self._step_ends:
+            self.regions.tell_of_idle_units()
+        self._step_ends.append(time.perf_counter())
 
     def _place_state(self, optimizer: Optimizer) -> None:
         rows = [row for row in self.plan.rows_of("optimizer_state") if row.memory_kind == "pinned_host"]

@@ -43,6 +43,7 @@ class Region:
         transfers: Copies to and from host memory, shared by all regions of the model.
         told: Warnings given already, shared by all regions.
         used: Numbers of the rules by which something is held.
+        is_entered: It has been called.
         around: Entered around recomputations of a reference run.
     """
 
@@ -56,6 +57,7 @@ class Region:
     mode: Mode = "policy"
     is_compiled: bool = False
     around: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    is_entered: bool = False
     before: Callable[[], None] = lambda: None
     _learnt: dict[Any, _Learnt] = field(default_factory=dict)
     _saved: SavedRegion = field(init=False)
@@ -93,6 +95,7 @@ class Region:
         self.is_compiled = True
 
     def _forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.is_entered = True
         if not torch.is_grad_enabled() or self.mode == "plain":
             return original(*args, **kwargs)
         if self.wanted.can_recompute or self.mode == "recompute":
@@ -353,6 +356,18 @@ class Regions:
         if not self.transfers.settings.keep_last_unit:
             # The last unit's copies have the head's time; what follows the model (the loss) finds the memory free.
             self.model.register_forward_hook(lambda *_: self.transfers.settle_all())
+
+    def tell_of_idle_units(self) -> None:
+        """A step is over: warns of units whose rules had nothing to act on, because nobody called them."""
+        idle = [region.path for region in self.regions if not region.is_entered]
+        if idle:
+            warnings.warn(
+                f"the first step never called {len(idle)} of {len(self.regions)} units that rules recompute or "
+                f"offload (first: `{idle[0]}`), so nothing was done for them. A unit must be a module that is called "
+                "itself: name the modules inside a container that the model walks through",
+                MemoptWarning,
+                stacklevel=2,
+            )
 
     def remove(self) -> None:
         """Take all regions out again."""

@@ -472,3 +472,28 @@ def test_a_unit_that_names_a_list_of_layers_is_refused_with_the_layers(kind: Any
     problem = error.value.problems[0]
     assert problem.code == "unit-matches-nothing"
     assert "`Sequential` × 3 at `blocks.*`" in problem.message
+
+
+class WalksThrough(nn.Module):
+    """Calls the children of its container one by one, never the container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for child in self.inner:
+            x = child(x).relu()
+        return self.head(x).sum()
+
+
+def test_a_unit_that_is_never_called_is_told_after_the_first_step() -> None:
+    model = WalksThrough()
+    rule = {"name": "again", "action": "recompute", "match": {"unit": "inner"}}
+    run = memopt.apply_policy(model, {"version": 1, "units": ["inner"], "rules": [rule]})
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 4)).backward()
+    with pytest.warns(MemoptWarning, match="never called 1 of 1 units"):
+        optimizer.step()
+    optimizer.step()  # told once: warnings are errors here
