@@ -22,6 +22,7 @@ from memopt.matching import canonical
 from memopt.plan import Plan
 from memopt.spec import ModelSpec
 
+from .alike import kind_of
 from .inventory import names_of
 from .ledger import ROLES
 from .trace import Amounts, Label, LayerCut, Traced, trace_step
@@ -89,11 +90,6 @@ def cuts_of(runs: Sequence[Run], repeats: Sequence[int]) -> tuple[LayerCut, ...]
 
 def _kind(layer: nn.Module, plan: Plan, path: str) -> Any:
     """What makes two layers cost the same: classes, shapes, settings, and what the plan says of everything in them."""
-    modules = tuple(
-        (name, type(module).__qualname__, tuple(sorted((k, v) for k, v in vars(module).items() if _is_setting(k, v))))
-        for name, module in layer.named_modules()
-    )
-    weights = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
     rows = tuple(
         (
             row.path[len(path) :],
@@ -118,11 +114,7 @@ def _kind(layer: nn.Module, plan: Plan, path: str) -> Any:
         for unit in plan.units
         if unit.name == path or unit.name.startswith(f"{path}.")
     )
-    return modules, weights, rows, units
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    return name not in ("layer_idx", "layer_id", "index", "idx") and isinstance(value, bool | int | float | str)
+    return kind_of(layer), rows, units
 
 
 def _runs(workload: Any, plan: Plan, spec: ModelSpec) -> list[Run]:
@@ -219,10 +211,14 @@ def fit_step(
     ahead = max((max(unit.prefetch_forward, unit.prefetch_backward) for unit in plan.units), default=1)
     depth = max(4, 3 + ahead)
 
+    traced: dict[tuple[int, ...], Traced] = {}
+
     def trace(repeats: Sequence[int]) -> Traced:
-        cuts = cuts_of(runs, repeats)
-        progress(f"tracing {sum(len(cut.layers) for cut in cuts) or 'all'} of {total or 'all'} layers")
-        return trace_step(workload, plan, spec, cuts=cuts)
+        if tuple(repeats) not in traced:
+            cuts = cuts_of(runs, repeats)
+            progress(f"tracing {sum(len(cut.layers) for cut in cuts) or 'all'} of {total or 'all'} layers")
+            traced[tuple(repeats)] = trace_step(workload, plan, spec, cuts=cuts)
+        return traced[tuple(repeats)]
 
     while True:
         base = [min(run.repeats, max(2, -(-depth // run.period))) for run in runs]
@@ -232,39 +228,57 @@ def fit_step(
             fit = _whole(trace([run.repeats for run in runs]), f"all {total} layers traced")
             return replace(fit, runs=tuple(runs))
         base = [run.repeats if number not in long else base[number] for number, run in enumerate(runs)]
-        first = trace(base)
-        more = [trace(_raised(base, [number], 1)) for number in long]
-        deeper = trace(_raised(base, long, 2))
-        times = [runs[number].repeats - base[number] for number in long]
-        depths = [base, _raised(base, long, 1), _raised(base, long, 2)]
-        layers = [sum(run.period * kept for run, kept in zip(runs, one)) for one in depths]
-        note = f"traced {', '.join(map(str, layers))} of {total} layers; the rest follows linearly"
-        unrolling = _unrolling(runs, base, long, first, more)
-        fit = replace(_fitted(first, more, times, note), runs=tuple(runs), unrolling=unrolling)
-        if _agrees(_fitted(first, more, [2] * len(long), note), deeper, fit.peak):
-            return fit
+        for stride in (1, 2):  # buffers that layers use in turn make odd and even depths differ
+            fit = _fitted_at(trace, runs, base, long, stride)
+            if fit is not None:
+                return fit
         progress("the peak is another event at another depth: going deeper")
         depth *= 2
 
 
+def _fitted_at(
+    trace: Callable[[Sequence[int]], Traced],
+    runs: Sequence[Run],
+    base: Sequence[int],
+    long: Sequence[int],
+    stride: int,
+) -> _Fit | None:
+    """The fit on depths that far apart; None where a deeper trace disagrees with it, or the model is not so deep."""
+    base = [kept + (runs[n].repeats - kept) % stride if n in long else kept for n, kept in enumerate(base)]
+    if any(runs[number].repeats < base[number] + 2 * stride for number in long):
+        return None
+    first = trace(base)
+    more = [trace(_raised(base, [number], stride)) for number in long]
+    deeper = trace(_raised(base, long, 2 * stride))
+    times = [(runs[number].repeats - base[number]) // stride for number in long]
+    depths = [base, _raised(base, long, stride), _raised(base, long, 2 * stride)]
+    layers = [sum(run.period * kept for run, kept in zip(runs, one)) for one in depths]
+    note = f"traced {', '.join(map(str, layers))} of {sum(run.period * run.repeats for run in runs)} layers"
+    note += "; the rest follows linearly"
+    fit = replace(_fitted(first, more, times, note), runs=tuple(runs))
+    if not _agrees(_fitted(first, more, [2] * len(long), note), deeper, fit.peak):
+        return None
+    return replace(fit, unrolling=_unrolling(runs, base, long, stride, first, more))
+
+
 def _unrolling(
-    runs: Sequence[Run], base: Sequence[int], long: Sequence[int], first: Traced, more: Sequence[Traced]
+    runs: Sequence[Run],
+    base: Sequence[int],
+    long: Sequence[int],
+    stride: int,
+    first: Traced,
+    more: Sequence[Traced],
 ) -> tuple[Unrolling, ...] | None:
     """The layers of `more[-1]` to repeat, last first; None where kinds of layers take turns within a run."""
     if any(runs[number].period > 1 for number in long):
         return None
-    kept = _raised(base, long[-1:], 1)
+    kept = _raised(base, long[-1:], stride)
     found = []
     for number, trace in zip(long, more):
         at = sum(run.period * times for run, times in zip(runs[:number], kept))
         times = runs[number].repeats - kept[number]
-        found.append(
-            Unrolling(
-                layer=at + (2 if kept[number] > 4 else 1),
-                times=times,
-                start_bytes=times * (trace.allocations.start_bytes - first.allocations.start_bytes),
-            )
-        )
+        start_bytes = times * (trace.allocations.start_bytes - first.allocations.start_bytes) // stride
+        found.append(Unrolling(layer=at + (2 if kept[number] > 4 else 1), times=times, start_bytes=start_bytes))
     return tuple(reversed(found))
 
 

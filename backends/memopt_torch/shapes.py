@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from memopt.spec import ModelSpec
 
+from .alike import kind_of
 from .fake import NO_FAKE, READS_VALUES, fake_gaps, lacks_fake
 from .inventory import dtype_name, names_of
 from .traversal import tensors_in
@@ -38,12 +39,57 @@ def shapes_of(build: Callable[[], nn.Module], run: Callable[[nn.Module, Any], An
             built = build()
         model = _all_fake(built)
         fake = tree_map(lambda leaf: _fake(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
-        handles = [_watch(module, path, found) for path, module in names_of(model).modules.items() if path]
-        with torch.no_grad():
+        modules = names_of(model).modules
+        handles = [_watch(module, path, found) for path, module in modules.items() if path]
+        with torch.no_grad(), _alike_layers_once(modules, found):
             run(model, fake)
         for handle in handles:
             handle.remove()
     return found
+
+
+@contextlib.contextmanager
+def _alike_layers_once(modules: Mapping[str, nn.Module], found: dict[str, Shape]) -> Iterator[None]:
+    """Run one layer of each kind in a stack; the others give results of the same shapes, as do the values in them.
+
+    Alike are layers of equal modules, settings and weights that are called on tensors of equal shapes.
+    """
+    seen: dict[Any, tuple[str, Any]] = {}
+    replaced: list[nn.Module] = []
+    for path, module in modules.items():
+        if isinstance(module, nn.ModuleList):
+            for number, layer in enumerate(module):
+                if "forward" not in vars(layer):
+                    setattr(layer, "forward", _once(layer, f"{path}.{number}", path, seen, found))  # noqa: B010
+                    replaced.append(layer)
+    try:
+        yield
+    finally:
+        for layer in replaced:
+            del layer.forward
+
+
+def _once(
+    layer: nn.Module, path: str, stack: str, seen: dict[Any, tuple[str, Any]], found: dict[str, Shape]
+) -> Callable[..., Any]:
+    original, kind = layer.forward, kind_of(layer)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        leaves, form = tree_flatten((args, kwargs))
+        described = tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
+        )
+        key = (stack, kind, described, str(form))
+        if key not in seen:
+            output = original(*args, **kwargs)
+            seen[key] = path, tree_map(lambda leaf: _fake(leaf) if isinstance(leaf, torch.Tensor) else leaf, output)
+            return output
+        source, output = seen[key]
+        alike = {name: shape for name, shape in found.items() if name.startswith(f"{source}.")}
+        found.update({path + name[len(source) :]: shape for name, shape in alike.items()})
+        return output
+
+    return forward
 
 
 @contextlib.contextmanager

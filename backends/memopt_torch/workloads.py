@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,8 +102,12 @@ def _initialised(config: WorkloadConfig, seed: int | None) -> torch.nn.Module:
 
 def _causal_lm(config: PreTrainedConfig) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    # On the meta device there is nothing to initialise, and 126 layers of it take time.
+    is_described = torch.get_default_device().type == "meta"
+    with no_init_weights() if is_described else nullcontext():
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
 def _hf_config(workload: HfWorkload) -> PreTrainedConfig:

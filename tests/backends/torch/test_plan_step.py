@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from memopt.workloads import Workload
 from memopt_torch import BACKEND, trace
 from memopt_torch.measure import StepMeter
 from memopt_torch.plan import _told, cuts_of, estimate, find_runs, fit_step, reserved
+from memopt_torch.shapes import shapes_of
 from memopt_torch.testing import run_ranks
 from memopt_torch.trace import LayerCut, cut_plan
 
@@ -279,3 +281,32 @@ def test_a_builder_that_converts_its_model_can_be_planned() -> None:
     job = workload(lambda: Model(3).to(torch.bfloat16))
     source = policy(RECOMPUTE)
     assert_planned_is_real(planned(job, source), run_for_real(job, source))
+
+
+def test_buffers_that_layers_use_in_turn_do_not_force_a_trace_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd and even depths differ by a buffer; depths two apart agree."""
+    original = trace.trace_step
+
+    def alternating(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        extra = 1000 * (len(kwargs["cuts"][0].layers) % 2)
+        segments = {
+            label: replace(peak, by_role={**peak.by_role, "grad": peak.by_role["grad"] + extra})
+            for label, peak in found.segments.items()
+        }
+        return replace(found, segments=segments)
+
+    monkeypatch.setattr("memopt_torch.plan.trace_step", alternating)
+    job = workload(lambda: Model(20))
+    fit = fit_step(job, *lowered(job, policy()))
+    assert fit.note.startswith("traced 4, 6, 8 of 20 layers")
+    assert fit.segments[fit.peak] == original(job, *lowered(job, policy()), cuts=()).result.peak.by_role
+
+
+def test_shapes_of_alike_layers_are_those_of_running_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = workload(lambda: Model(6, num_wide=2))
+    few = shapes_of(job.model, job.loss, job.batch)
+    monkeypatch.setattr("memopt_torch.shapes.kind_of", id)  # no two layers alike: each is run
+    assert few == shapes_of(job.model, job.loss, job.batch)
+    assert few["layers.1.up"][0][-1] == 96
+    assert few["layers.5.up"][0][-1] == 64
