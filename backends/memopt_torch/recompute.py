@@ -74,7 +74,9 @@ class Region:
             return self._forward(original, args, kwargs)
 
         forward.__wrapped__ = original  # type: ignore[attr-defined]  # inspect.signature follows it
-        self.module.forward = forward
+        # Dynamo cannot trace a checkpoint with contexts of our own: in a model that is compiled whole, the region runs
+        # as it is. `Applied.compile` compiles what is inside.
+        self.module.forward = torch.compiler.disable(forward)
 
     def used_rules(self) -> set[int]:
         """Numbers of the rules by which anything of this region has been held so far."""

@@ -314,6 +314,29 @@ def test_policy_then_compile_is_the_one_order_and_the_other_is_said() -> None:
         assert early == late > 0
 
 
+def test_a_model_compiled_whole_after_the_policy_gives_the_same_gradients() -> None:
+    """Family: hooks and checkpoints of a sharding library that a compiler cannot trace crash it, or are dropped."""
+
+    def job() -> list[bool]:
+        warnings.simplefilter("ignore")  # of dynamo
+        plain, ours = Stack(), Stack()
+        memopt.apply_policy(ours, policy(SHARD, RECOMPUTE))
+        compiled = torch.compile(ours, backend="aot_eager")
+        equal = []
+        for number in range(3):
+            for model in (plain, ours):
+                model.zero_grad()
+            plain(vectors(number)).backward()
+            compiled(vectors(number)).backward()
+            equal += [
+                torch.allclose(whole_tensor(p.grad), q.grad, atol=1e-6)
+                for p, q in zip(ours.parameters(), plain.parameters(), strict=True)
+            ]
+        return equal
+
+    assert all(all(equal) for equal in run_ranks(job, 2))
+
+
 def test_another_method_than_forward_works_once_registered_and_says_how_before() -> None:
     """mosaicml/llm-foundry#423: a method other than forward never gathers weights."""
 
