@@ -119,7 +119,7 @@ def compare(
         try:
             for backend in config.backends:
                 planned = session.planned(backend, policies) if config.plan else {}
-                for name, policy in policies.items():
+                for name, policy in {**policies, **_baselines(config, backend)}.items():
                     entry = session.run(backend, name, policy)
                     entries.append(replace(entry, peak_planned_bytes=planned.get(policy.path or "")))
                     comparison = replace(comparison, rows=make_rows(entries, tolerance=config.tolerance))
@@ -133,10 +133,11 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class _NamedPolicy:
-    """A policy file; no file for the plain run that the user did not list."""
+    """A policy file; no file for the plain run that the user did not list, nor for a baseline."""
 
     path: str | None
     policy: Policy
+    baseline: str | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -164,6 +165,12 @@ def _policies(config: RunConfig) -> dict[str, _NamedPolicy]:
     if problems:
         raise MemoptError(problems)
     return found
+
+
+def _baselines(config: RunConfig, backend: str) -> dict[str, _NamedPolicy]:
+    """The rows in which the framework's own tools do the work, of those it has."""
+    has = getattr(load_backend(backend), "baselines", ())
+    return {name: _NamedPolicy(None, Policy(version=1), name) for name in config.baselines if name in has}
 
 
 def _second_plain(path: str, policy: _NamedPolicy, first: str | None) -> Problem:
@@ -251,6 +258,7 @@ class _Session:
             world_size=self.config.world.get(backend, 1),
             device=self.config.target.partition(":")[0],
             events=str(self.scratch / f"{backend}-{name}.events.jsonl"),
+            baseline=policy.baseline,
         )
 
     def _outcome(self, job: Job, name: str) -> Outcome:

@@ -58,6 +58,7 @@ class JaxBackend:
     """What `memopt` calls; every method imports what it needs."""
 
     name = "jax"
+    baselines = ("checkpoint", "checkpoint_dots")
 
     def options(self) -> type[Any]:
         """The model of `backend_options.jax`."""

@@ -17,6 +17,7 @@ from memopt.errors import MemoptError
 from memopt.report import rule_effects
 from memopt.workloads import Workload, load_workload
 
+from .baselines import checkpoint_layers
 from .measure import StepFigures, step_figures
 from .workloads import build
 
@@ -49,6 +50,8 @@ def train(job: Any, *, emit: Callable[[Mapping[str, Any]], None]) -> None:
             "workload-other-backend", f"`{workload.name}` builds a {type(model).__qualname__}, not a flax nnx module"
         )
     batches = _batches(job, workload, mesh)
+    if job.baseline is not None:
+        checkpoint_layers(job.baseline, model, lambda called: workload.loss(called, batches(0)))
     training = _plain(workload, model, mesh) if job.policy is None else _applied(job, workload, model, batches(0))
     emit({"event": "stage", "text": "compiling"})
     losses, times_s = [], []

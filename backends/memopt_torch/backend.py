@@ -64,6 +64,7 @@ class TorchBackend:
     """The backend registered as `torch`."""
 
     name = "torch"
+    baselines = ("checkpoint", "fsdp2", "save_on_cpu")
 
     def options(self) -> type[Any]:
         """The pydantic model of `backend_options.torch`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from memopt.errors import MemoptError
 from memopt.report import rule_effects
 from memopt.workloads import HfWorkload, Workload, WorkloadConfig, load_workload
 
+from .baselines import baseline
 from .interpreter_exit import rest, uses_gloo
 from .measure import StepMeter, StepResult
 from .workloads import build
@@ -30,6 +32,8 @@ class _Training:
     model: Any
     optimizer: torch.optim.Optimizer
     applied: Any = None
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    notes: tuple[str, ...] = ()
 
 
 def train(job: Any, *, emit: Callable[[Mapping[str, Any]], None]) -> None:
@@ -104,7 +108,10 @@ def _workload_and_model(job: Any, device: torch.device) -> tuple[Workload, torch
 
 
 def _plain(job: Any, model: torch.nn.Module, workload: Workload) -> _Training:
-    """As a user trains without memopt: DDP, its gradients lying in its buckets."""
+    """As a user trains without memopt: DDP, its gradients lying in its buckets; or with a tool of torch's own."""
+    if job.baseline is not None:
+        made = baseline(job.baseline, model, workload.optimizer)
+        return _Training(made.model, made.optimizer, around=made.around, notes=(made.note,) if made.note else ())
     optimizer = workload.optimizer(model.parameters())
     if job.world_size > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -143,7 +150,8 @@ def _step(workload: Workload, training: _Training, batch: Mapping[str, Any]) -> 
     num_micro = 1 if training.applied is None else training.applied.plan.accumulate_steps
     total = None
     for micro in _micro_batches(batch, num_micro):
-        loss = workload.loss(training.model, micro) / num_micro
+        with training.around():
+            loss = workload.loss(training.model, micro) / num_micro
         loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
     training.optimizer.step()
@@ -204,7 +212,7 @@ def _figures(
                        "flops": meter.flops})  # fmt: skip
     largest = max(ranks, key=lambda rank: rank["peak"])
     plan = None if training.applied is None else training.applied.plan
-    notes = ["peak: live storages of the second step, counted by role; the largest rank"]
+    notes = ["peak: live storages of the second step, counted by role; the largest rank", *training.notes]
     figures = {
         "losses": losses,
         "step_times_s": times_s,

@@ -26,6 +26,7 @@ class Job:
     Attributes:
         backend: Backend name.
         policy: Path of the policy file; None for the plain run, in which no part of memopt touches the model.
+        baseline: The framework's own tool that the plain run uses, such as `fsdp2`; None for none.
         workload: Reference, paths absolute.
         batches: `.npy` file of int32 `[steps, batch, sequence + 1]`, or None for a workload with a batch of its own.
         steps, warmup_steps: Steps in all, and how many of the first are not timed.
@@ -45,6 +46,7 @@ class Job:
     world_size: int
     device: str
     events: str
+    baseline: str | None = None
 
     def write(self, path: Path) -> None:
         """Saves it for `memopt.worker`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -32,6 +32,9 @@ class RunConfig(_Config):
     Attributes:
         workload: What `--workload` takes.
         policies: Policy files. The one that does nothing is the plain run (`none`); it is added where it is missing.
+        baselines: Rows in which the frameworks' own tools do the work and memopt does not: `fsdp2`, `save_on_cpu`
+            (torch), `checkpoint` (both: every layer is recomputed), `checkpoint_dots` (JAX's own policy that keeps the
+            products). A backend runs those it has.
         backends: Backend names, in the order in which they run.
         steps: Optimizer steps of each row.
         seed: Of the weights and the batches.
@@ -46,6 +49,7 @@ class RunConfig(_Config):
     workload: str
     policies: Annotated[tuple[str, ...], Field(min_length=1)]
     backends: Annotated[tuple[str, ...], Field(min_length=1)] = ("jax", "torch")
+    baselines: tuple[Literal["checkpoint", "checkpoint_dots", "fsdp2", "save_on_cpu"], ...] = ()
     steps: Annotated[int, Field(ge=MINIMUM_STEPS)] = 30
     seed: Annotated[int, Field(ge=0)] = 0
     world: dict[str, Count] = Field(default_factory=dict)
@@ -132,14 +136,16 @@ def _unknown_backends(run: RunConfig) -> list[Problem]:
 
 
 def _same_names(run: RunConfig) -> list[Problem]:
-    """Rows are told apart by the file's stem."""
+    """Rows are told apart by the file's stem, or a baseline's name."""
     by_stem: dict[str, list[str]] = {}
+    for baseline in run.baselines:
+        by_stem.setdefault(baseline, []).append(f"the baseline {baseline}")
     for policy in run.policies:
         by_stem.setdefault(Path(policy).stem, []).append(policy)
     return [
         Problem(
             code="compare-same-name",
-            message=f"{len(files)} policies are called `{stem}`: {', '.join(files)}",
+            message=f"{len(files)} rows would be called `{stem}`: {', '.join(files)}",
             hint="rename one: a row is known by its file's name",
             path="policies",
         )

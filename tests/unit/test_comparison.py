@@ -284,3 +284,16 @@ def test_planned_peaks_stand_beside_measured_ones_where_they_were_asked_for(run,
     assert (row.peak_planned_bytes, row.peak_measured_bytes) == (900, 1000)
     assert asked["world_size"] == 1
     assert "<th>planned</th>" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+
+
+def test_a_policy_named_as_a_baseline_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "fsdp2.yaml").write_text("version: 1\nrules: []\n", encoding="utf-8")
+    with pytest.raises(MemoptError, match="compare-same-name"):
+        memopt.comparing.run.load_run(
+            {
+                "workload": "some.module:workload",
+                "policies": [str(tmp_path / "fsdp2.yaml")],
+                "baselines": ["fsdp2"],
+                "backends": ["torch"],
+            }
+        )
