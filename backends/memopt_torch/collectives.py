@@ -58,9 +58,18 @@ def _axis_groups(mesh: np.ndarray, axis: int) -> list[list[int]]:
 
 def _new_group(ranks: list[list[int]]) -> dist.ProcessGroup:
     """The group among `ranks` this process belongs to; collective over the world."""
-    group, _ = dist.new_subgroups_by_enumeration(ranks)
+    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=_timeout_of_world())
     assert isinstance(group, dist.ProcessGroup)  # every rank is in one of them
     return group
+
+
+def _timeout_of_world() -> timedelta | None:
+    """What the user gave `init_process_group`; torch gives new groups its own half hour instead."""
+    world = dist.group.WORLD
+    assert world is not None  # groups are made of an initialised world
+    backends = [world._get_backend(device) for device in world._device_types]
+    timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
+    return next((timeout for timeout in timeouts if timeout is not None), None)
 
 
 def make_groups(axes: tuple[tuple[str, int], ...]) -> Groups:

@@ -20,6 +20,8 @@ from .workload import HfWorkload, Workload
 FORMS = "FILE.yaml, hf:PATH, FILE.py:FUNCTION or package.module:FUNCTION"
 _HF_SEQUENCE = 2048  # of a Transformers model's example batch, or what the model can take when that is less
 
+_HF_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+
 
 def load_workload(
     reference: str | Path | WorkloadConfig | Workload | HfWorkload,
@@ -77,7 +79,8 @@ def _from_transformers(path: Path) -> HfWorkload:
                 file=str(file),
             )
         ) from error
-    sequence = min(_HF_SEQUENCE, config.get("max_position_embeddings") or _HF_SEQUENCE)
+    limits = [config[key] for key in _HF_POSITIONS if isinstance(config.get(key), int)]
+    sequence = min([_HF_SEQUENCE, *limits])
     return HfWorkload(
         name=file.parent.name, path=str(file), model_type=model_type, batch=1, sequence=sequence, vocab=vocab
     )

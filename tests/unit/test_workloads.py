@@ -164,6 +164,17 @@ def test_a_transformers_folder_is_read_without_transformers(tmp_path):
     assert workload == HfWorkload("tiny-model", str(folder / "config.json"), "llama", 1, 64, 300)
 
 
+@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions", "max_seq_len"])
+def test_a_transformers_model_gets_no_more_positions_than_it_has(tmp_path, key):
+    """Families call them by different names; GPT-2's `n_positions` was once passed over."""
+    config = {"model_type": "gpt2", "vocab_size": 300, key: 64}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert load_workload(f"hf:{tmp_path}").sequence == 64  # type: ignore[union-attr]
+    del config[key]
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert load_workload(f"hf:{tmp_path}").sequence == 2048  # type: ignore[union-attr]
+
+
 def test_a_config_that_is_not_of_a_language_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     assert list(problems_of(f"hf:{tmp_path}")) == ["workload-bad-hf-config"]

@@ -386,6 +386,18 @@ def test_a_lost_rank_ends_in_an_error_that_says_where(tools: Any, how: str) -> N
     assert problem.path in {"embed_tokens", "layers.0", "layers.1", "layers.2", "layers.3", "norm+lm_head"}
 
 
+def test_collectives_stall_for_as_long_as_the_users_process_group_allows(tools: Any) -> None:
+    """New groups get half an hour from torch, whatever `init_process_group(timeout=...)` said."""
+
+    def job() -> set[float]:
+        run = memopt.apply_policy(tools.llama(), tools.policy(tools.shard()))
+        groups = run.engine.collectives.groups
+        mine = (groups.gather, groups.reduce, groups.world, groups.control)
+        return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in mine}
+
+    assert run_ranks(job, 2, timeout_s=57) == [{57.0}, {57.0}]
+
+
 def test_profiler_ranges_name_the_units(tools: Any) -> None:
     def job() -> set[str]:
         run = memopt.apply_policy(tools.llama(), tools.policy(tools.shard()))
