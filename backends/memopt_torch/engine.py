@@ -230,6 +230,7 @@ class Engine(Gathering):
                 where.append(i)
         if where:
             use = Use(unit, self.weights_version)
+            self.reduction.order.note_call(unit)
             marked = _UnitInput.apply(self, unit, use, *[leaves[i] for i in where])
             for i, tensor in zip(where, marked, strict=True):
                 leaves[i] = tensor

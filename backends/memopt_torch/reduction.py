@@ -13,6 +13,7 @@ from torch.autograd import Variable
 
 from memopt.errors import MemoptError, MemoptWarning
 
+from .sending import SendOrder
 from .sharded import local_tensor
 from .units import Entry, Section, Unit
 from .unreduced import Unreduced, was_zeroed
@@ -40,6 +41,8 @@ class Reduction:
         self.micro_step = 0
         self.running = False
         self.all_used: bool | None = None
+        self.order = SendOrder([unit for unit in engine.units if any(map(self.manages, unit.sections))])
+        self._under_way: list[Section] = []
 
     def manages(self, section: Section) -> bool:
         """Whether gradients of a section need anything done: a reduction, or a way to the held parameters."""
@@ -69,6 +72,7 @@ class Reduction:
         self._follow_zero_grad()
         self.engine.collectives.step += 1
         self.engine.schedule.start_backward()
+        self.order.begin()
         for unit in self.engine.units:
             if unit.resident:
                 unit.in_backward = True
@@ -139,16 +143,18 @@ class Reduction:
     # ------------------------------------------------------------------ reductions
 
     def launch(self, unit: Unit) -> None:
-        """Sends the gradients of a finished unit."""
+        """A unit is finished: sends its gradients, and those of others that have waited for it."""
         if not self.reduces_now:
             return
-        for section in unit.sections:
-            if self.manages(section) and not section.launched and section.num_expected:
-                self._launch(section)
+        for due in self.order.finish(unit):
+            for section in due.sections:
+                if self.manages(section) and not section.launched and section.num_expected:
+                    self._launch(section)
 
     def _launch(self, section: Section) -> None:
         self._open(section)
         section.launched = section.sent = True
+        self._under_way.append(section)
         if section.stages_gradients:
             self._launch_scatter(section)
         elif self.groups.world is not None:
@@ -192,7 +198,14 @@ class Reduction:
         section.grad.copy_(wire)
 
     def _finish(self, section: Section) -> None:
-        """Waits for a reduction; what it brought is added to gradients kept from before."""
+        """Waits for a reduction, and for those sent before it: replicas then meet in the order of sending."""
+        if section not in self._under_way:
+            self._complete(section)
+        while section in self._under_way:
+            self._complete(self._under_way.pop(0))
+
+    def _complete(self, section: Section) -> None:
+        """What a reduction brought is added to gradients kept from before."""
         pending, section.pending = section.pending, None
         if pending is not None:
             pending.wait()
@@ -202,8 +215,7 @@ class Reduction:
         section.arrived.clear()
         section.kept.clear()
         section.carries = True
-        if section.gradients is not None:
-            section.gradients.occupied = False
+        section.leave_slot()
 
     def _take_part(self, section: Section) -> None:
         assert section.slot is not None  # staged sections have both
@@ -220,10 +232,17 @@ class Reduction:
             section.grad.copy_(out)
 
     def flush(self, section: Section) -> None:
-        """Empties a section's slot because another needs the memory; gradients that come later are added."""
-        if not section.launched:
-            self._launch(section)
-        self._finish(section)
+        """Empties a section's slot because another needs the memory; what may not be sent yet moves elsewhere."""
+        if section.launched:
+            self._finish(section)
+            return
+        assert section.slot is not None  # it is in use
+        self.engine.warn_once(
+            "gradients-wait",
+            f"gradients of unit `{section.unit.name}` are there before those of units that come first on other ranks: "
+            f"until those are sent they take {section.slot.nbytes} bytes that the plan does not count (others may too)",
+        )
+        section.move_slot_out()
 
     def _claim_reduced(self, section: Section) -> None:
         """Takes the arena's place of a reduced gradient. In a pass out of order weights may lie there: they stay."""
@@ -258,9 +277,9 @@ class Reduction:
         sections = self.sections()
         if self.reduces_now:
             used = self._agree(sections)
-            for section in reversed(sections):
+            for section in (section for unit in self.order.rest() for section in unit.sections):
                 left_over = not section.sent or (section.arrived and not section.launched)
-                if left_over and any(flag for _, flag in used[section]):
+                if left_over and any(flag for _, flag in used.get(section, ())):
                     self._launch(section)
             for section in reversed(sections):
                 self._finish(section)
@@ -282,12 +301,16 @@ class Reduction:
         ]
         asks = self.groups.world is not None and (self.all_used is not True or self.agree_on_unused)
         if asks and flags:
-            some_unused = not all(flags)
-            mask = torch.tensor([*flags, some_unused], dtype=torch.int32, device=sections[0].device)
+            calls, some_unused = self.order.fingerprint, not all(flags)
+            told = [*flags, some_unused, calls, -calls]
+            mask = torch.tensor(told, dtype=torch.int32, device=sections[0].device)
             self.engine.collectives.all_reduce_max(mask, unit="<used parameters>")
             if not isinstance(mask, FakeTensor):
-                *flags, some_unused = [bool(flag) for flag in mask.tolist()]
+                told = mask.tolist()
+            *flags, some_unused = [bool(flag) for flag in told[:-2]]
             self.all_used = not some_unused if self.all_used is None else self.all_used
+            if not self.order.agree(told[-2] == -told[-1]):
+                raise _called_differently()
         elif self.groups.world is not None and not all(flags):
             self.engine.warn_once(
                 "unused",
@@ -340,8 +363,11 @@ class Reduction:
         for unit in self.engine.units:
             for section in unit.sections:
                 section.reset_backward()
+                section.leave_slot()
             unit.in_backward = unit.evicted = False
             self.engine.release(unit)
+        self._under_way.clear()
+        self.order.end()
         self.running = False
 
     def abandon(self) -> None:
@@ -351,8 +377,6 @@ class Reduction:
                 if section.pending is not None:
                     section.pending.wait()
                     section.pending = None
-                if section.gradients is not None:
-                    section.gradients.occupied = False
         self._restart_accumulation()
         self._reset()
 
@@ -376,6 +400,15 @@ class Reduction:
     def check_reduced(self) -> None:
         """An optimizer is about to step; see `refuse_unreduced`."""
         refuse_unreduced(self.micro_step, self.accumulate_steps)
+
+
+def _called_differently() -> MemoptError:
+    return MemoptError.of(
+        "units-called-differently",
+        "ranks have called different units, or the same in another order: each has gathered weights of another's unit",
+        hint="call every unit on every rank in one order, make the modules that ranks choose from one unit "
+        "(`{match: [...], group: true}`), or leave them out of `units`",
+    )
 
 
 def refuse_unreduced(micro_step: int, accumulate_steps: int) -> None:

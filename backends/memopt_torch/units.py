@@ -143,6 +143,7 @@ class Section:
         self.grad: torch.Tensor | None = None
         self.slot: torch.Tensor | None = None
         self.pending: Pending | None = None
+        self._arena_slot: tuple[torch.Tensor, Tenant] | None = None
         self.kept: set[int] = set()  # offsets whose whole gradient is kept from earlier backward passes
         self.reset_backward()
         self.stale = False
@@ -254,9 +255,28 @@ class Section:
         if memory is None:
             memory = torch.zeros(numel, dtype=self.held_dtype, device=self.device)
         self._point_gradients_at(memory)
+        self._stage_in(self.slot if self.slot is not None else memory)
+
+    def _stage_in(self, memory: torch.Tensor) -> None:
         for entry in self.entries:
-            staged = self.slot if self.slot is not None else memory
-            entry.staging = staged[entry.offset : entry.offset + entry.numel].view(entry.shape)
+            entry.staging = memory[entry.offset : entry.offset + entry.numel].view(entry.shape)
+
+    def move_slot_out(self) -> None:
+        """Gives whole gradients that cannot be sent yet memory of their own until they are."""
+        assert self.slot is not None  # only slots in the arena are ever in the way
+        assert self.gradients is not None
+        self._arena_slot = self.slot, self.gradients
+        self.gradients.occupied, self.gradients = False, None
+        self.slot = self.slot.clone()
+        self._stage_in(self.slot)
+
+    def leave_slot(self) -> None:
+        """Whole gradients have been sent, or are dropped: their memory is free."""
+        if self._arena_slot is not None:
+            (self.slot, self.gradients), self._arena_slot = self._arena_slot, None
+            self._stage_in(self.slot)
+        elif self.gradients is not None:
+            self.gradients.occupied = False
 
     def _point_gradients_at(self, memory: torch.Tensor) -> None:
         self.grad = memory

@@ -1,0 +1,120 @@
+"""Ranks that use different units: reductions meet their own kind, or the step is refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import memopt
+from memopt.errors import MemoptError, MemoptWarning
+from memopt_torch.sharded import whole_tensor
+from memopt_torch.testing import run_ranks
+
+UNITS = ["trunk.*", "first", "second"]
+SHARD = {"name": "weights", "action": "shard", "match": {"role": "param"}}
+STATE = {"name": "state", "action": "shard", "match": {"role": "optimizer_state"}}
+TRUNK_ALONE = {"name": "heads", "action": "keep", "match": {"role": "param", "unit": ["first", "second"]}}
+
+
+class TwoHeads(nn.Module):
+    """Heads of equal size, so that a gradient of one fits the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, heads: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        for layer in self.trunk:
+            x = torch.tanh(layer(x))
+        return {name: getattr(self, name)(x) for name in heads}
+
+
+def _loss(model: nn.Module, number: int, called: tuple[str, ...], used: tuple[str, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    outputs = model(torch.randn(4, 8, generator=generator), called)
+    return torch.stack([outputs[name].square().mean() for name in used]).sum()
+
+
+def _own_head() -> tuple[str, ...]:
+    return (("first", "second")[dist.get_rank() % 2],)
+
+
+def _largest_difference(rules: list[Any], same_until: int, calls_all: bool, options: dict[str, Any]) -> float:
+    warnings.simplefilter("ignore", MemoptWarning)  # about memory and unused parameters; the values are judged here
+    reference, model = TwoHeads(), TwoHeads()
+    policy = {"version": 1, "units": UNITS, "rules": rules, **options}
+    memopt.apply_policy(model, policy)
+    worst = 0.0
+    for number in range(4):
+        used = ("first", "second") if number < same_until else _own_head()
+        called = ("first", "second") if calls_all else used
+        for one in (reference, model):
+            one.zero_grad()
+            _loss(one, number, called, used).backward()
+        expected = dict(reference.named_parameters())
+        for name, parameter in model.named_parameters():
+            mean = torch.zeros(parameter.shape) if expected[name].grad is None else expected[name].grad.clone()
+            dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+            worst = max(worst, (whole_tensor(parameter.grad) - mean).abs().max().item())
+    return worst
+
+
+RULES = {"shard": [SHARD], "zero1": [STATE], "mixed": [TRUNK_ALONE, SHARD], "whole": []}
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("same_until", [0, 1], ids=["always", "later"])
+def test_a_head_that_one_rank_uses_gets_its_own_gradient(rules: str, same_until: int) -> None:
+    """Family: collectives that meet another unit's because a rank skipped one; of equal size, without any sign."""
+    assert run_ranks(_largest_difference, 2, RULES[rules], same_until, True, {}) == [0.0, 0.0]
+
+
+def test_a_head_that_one_rank_uses_gets_its_own_gradient_under_agreement() -> None:
+    options = {"backend_options": {"torch": {"unused_parameters": "agree"}}}
+    assert run_ranks(_largest_difference, 2, [SHARD], 1, True, options) == [0.0, 0.0]
+
+
+def test_replicas_of_shards_meet_their_own_kind_too() -> None:
+    options = {"mesh": {"replicate": 2, "fsdp": 2}}
+    assert max(run_ranks(_largest_difference, 4, [SHARD], 0, True, options)) < 1e-7
+
+
+@pytest.mark.parametrize("same_until", [0, 1], ids=["always", "later"])
+def test_where_nothing_is_gathered_ranks_may_call_different_units(same_until: int) -> None:
+    assert run_ranks(_largest_difference, 2, [], same_until, False, {}) == [0.0, 0.0]
+
+
+def test_sharded_units_that_ranks_call_differently_are_refused() -> None:
+    """Each rank has gathered its own head's shard and the other head's from its neighbour."""
+
+    def job() -> str:
+        with pytest.raises(MemoptError) as caught:
+            _largest_difference([SHARD], 0, False, {})
+        return caught.value.problems[0].code
+
+    assert run_ranks(job, 2) == ["units-called-differently"] * 2
+
+
+def test_memory_that_a_waiting_gradient_takes_is_told_and_given_back() -> None:
+    def job() -> tuple[list[str], bool]:
+        model = TwoHeads()
+        run = memopt.apply_policy(model, {"version": 1, "units": UNITS, "rules": [SHARD]})
+        in_arena = [(s.slot.data_ptr(), s.gradients) for unit in run.engine.units for s in unit.sections]
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for number in range(3):
+                _loss(model, number, ("first", "second"), ("first",)).backward()
+        after = [(s.slot.data_ptr(), s.gradients) for unit in run.engine.units for s in unit.sections]
+        return [str(one.message) for one in told], after == in_arena
+
+    for told, is_back in run_ranks(job, 2):
+        assert [text for text in told if "`first`" in text and "320 bytes" in text], told
+        assert len(told) == 1
+        assert is_back
