@@ -174,6 +174,8 @@ class Applied:
     def _settle(self) -> None:
         if isinstance(self.engine, Engine):
             self.engine.settle()
+        for offload in self.optimizer_offloads:
+            offload.settle()
 
     # ------------------------------------------------------------------ assurance
 

@@ -158,17 +158,24 @@ class OptimizerOffload:
         self._buckets = _buckets(members)
         self._params: list[list[Any]] = []
         self._homes: dict[tuple[int, str], torch.Tensor] = {}
+        self._last_left: Ticket | None = None
         optimizer._memopt_offload = self  # type: ignore[attr-defined]  # measurements find it there
         optimizer.step = types.MethodType(self._restoring(optimizer.step), optimizer)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
+            optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
         ]
 
     def remove(self) -> None:
         """Leave the optimizer to itself; state stays where it is until it is used."""
         for handle in self._handles:
             handle.remove()
+
+    def settle(self) -> None:
+        """Returns when the state is in host memory: the CPU may read it, or write it (checkpoints do)."""
+        self._synchronize(self._last_left)
+        self._last_left = None
 
     def host_tensors(self) -> list[torch.Tensor]:
         """What is held in host memory now."""
@@ -245,6 +252,7 @@ class OptimizerOffload:
         """Device memory of copies to the host may be used again only when they are done."""
         for _, ticket in left:
             self.streams.wait(ticket)
+            self._last_left = ticket  # of one stream: the last one done, all are
         left.clear()
 
     # update_on: device.
@@ -374,8 +382,10 @@ class OptimizerOffload:
         self.to_device_bytes += source.numel() * source.element_size()
         return self.streams.to_device(source, target)
 
-    def _synchronize(self, ticket: Ticket) -> None:
+    def _synchronize(self, ticket: Ticket | None) -> None:
         """The CPU itself is about to read what a copy brings."""
+        if ticket is None:
+            return
         self.streams.wait(ticket)
         synchronize = getattr(ticket, "synchronize", None)
         if synchronize is not None:

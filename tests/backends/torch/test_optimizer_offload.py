@@ -263,3 +263,55 @@ def test_what_is_installed_can_be_taken_out() -> None:
     installed.remove()
     run.model(torch.ones(4, WIDTH)).backward()
     optimizer.step()
+
+
+class _LateStreams:
+    """As on a GPU: waiting for a copy to the host orders the device's work behind it, and not the CPU's."""
+
+    def __init__(self) -> None:
+        self._under_way: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def to_host(self, source: torch.Tensor, target: torch.Tensor, *, after: Any = None) -> Any:
+        self._under_way.append((source.clone(), target))
+        return self
+
+    def to_device(self, source: torch.Tensor, target: torch.Tensor, *, after: Any = None) -> Any:
+        self.synchronize()
+        target.copy_(source)
+        return self
+
+    def wait(self, ticket: Any) -> None:
+        """The CPU goes on."""
+
+    def synchronize(self) -> None:
+        for source, target in self._under_way:
+            target.copy_(source)
+        self._under_way.clear()
+
+
+@pytest.mark.parametrize("read", ["state_dict", "save", "load"])
+def test_state_that_the_cpu_reads_or_writes_after_a_step_has_arrived(read: str, tmp_path: Any) -> None:
+    """Family: pinned memory read, or written, while a copy to it is under way."""
+
+    def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        return [
+            s[k].detach().clone() for s in optimizer.state_dict()["state"].values() for k in ("exp_avg", "exp_avg_sq")
+        ]
+
+    expected = moments(trained([], torch.optim.AdamW)[2])
+    _, run, optimizer = trained([state()], torch.optim.AdamW, num_steps=3)
+    run.optimizer_offloads[0].streams = _LateStreams()
+    run.save(tmp_path / "three")
+    optimizer.zero_grad()
+    run.model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))).backward()
+    optimizer.step()
+    if read == "save":
+        run.save(tmp_path / "four")
+        optimizer.zero_grad()
+        run.model(torch.ones(4, WIDTH)).backward()
+        optimizer.step()
+        run.load(tmp_path / "four")
+    if read == "load":
+        run.load(tmp_path / "three")
+        expected = moments(trained([], torch.optim.AdamW, num_steps=3)[2])
+    assert all(torch.equal(a, b) for a, b in zip(moments(optimizer), expected, strict=True))
