@@ -35,8 +35,10 @@ _LEFT_OUT = (
     "torch.compile, which fuses operators and keeps other values",
     "staging buffers of the collectives' library (gloo copies what it reduces and scatters)",
     "kernels' own workspaces; operators are those torch picks on the CPU",
-    "gradient clipping and anything else the training loop does around the workload's step",
+    "anything else the training loop does around the workload's step",
 )
+
+_NO_CLIPPING = "gradient clipping: the workload has no `clip_norm`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +339,7 @@ def estimate(
         by_unit=_by_unit(result.peak.by_module, plan) if fit.is_whole else {},
         peak_event=_told(fit.peak, fit.origins[fit.peak], fit.runs, spec),
         notes=(fit.note, "live tensor bytes of the second step"),
-        left_out=_LEFT_OUT,
+        left_out=_LEFT_OUT if workload.clip_norm is not None else (*_LEFT_OUT, _NO_CLIPPING),
         versions=_versions(),
     )
 

@@ -302,6 +302,8 @@ def _two_steps(
         for _ in range(num_micro):
             workload.loss(model, batch).backward()
             lap()
+        if workload.clip_norm is not None:
+            applied.clip_grad_norm_(workload.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
         lap()

@@ -154,10 +154,19 @@ def _step(workload: Workload, training: _Training, batch: Mapping[str, Any]) -> 
             loss = workload.loss(training.model, micro) / num_micro
         loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
+    if workload.clip_norm is not None:
+        _clip(training, workload.clip_norm)
     training.optimizer.step()
     training.optimizer.zero_grad()
     assert total is not None, "there is at least one micro-batch"
     return total
+
+
+def _clip(training: _Training, max_norm: float) -> None:
+    if training.applied is None:
+        torch.nn.utils.clip_grad_norm_(training.model.parameters(), max_norm)
+    else:
+        training.applied.clip_grad_norm_(max_norm)
 
 
 def _micro_batches(batch: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:

@@ -27,9 +27,12 @@ class Workload:
             to an optimizer. JAX: an optax transformation.
         ref: What `load_workload` was given (its file made absolute), so that another process can load it again; None
             for a workload built in this process.
+        clip_norm: torch: gradients are clipped to this global norm between the backward pass and the optimizer's step.
+            In JAX clipping is part of the optax transformation.
 
     Raises:
-        MemoptError: `workload-wrong-type`, for each of `model`, `loss` and `batch` that is of another kind.
+        MemoptError: `workload-wrong-type`, for each of `model`, `loss` and `batch` that is of another kind;
+            `workload-clip-with-optax`.
     """
 
     name: str
@@ -38,8 +41,15 @@ class Workload:
     batch: Mapping[str, Any]
     optimizer: Any
     ref: str | None = None
+    clip_norm: float | None = None
 
     def __post_init__(self) -> None:
+        if self.clip_norm is not None and hasattr(self.optimizer, "update"):
+            raise MemoptError.of(
+                "workload-clip-with-optax",
+                f"`{self.name}` has a clip_norm, and its optimizer is an optax transformation",
+                hint="optax.chain(optax.clip_by_global_norm(...), ...) as the optimizer, and no clip_norm",
+            )
         wrong = []
         for name in ("model", "loss"):
             if not callable(value := getattr(self, name)):

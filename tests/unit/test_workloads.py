@@ -201,3 +201,11 @@ def test_a_reference_that_leaves_out_half_offers_the_other_half(tmp_path, monkey
     assert no_file.hint == "did you mean `half_of_mine.py:tiny`?"  # type: ignore[attr-defined]
     nowhere = problems_of("no_such_module_of_anyone:tiny")["workload-import-failed"]
     assert (nowhere.file, nowhere.line) == (None, None)  # type: ignore[attr-defined]
+
+
+def test_clipping_beside_an_optax_transformation_is_refused() -> None:
+    class Transformation:
+        init = update = None
+
+    with pytest.raises(MemoptError, match="workload-clip-with-optax"):
+        Workload("toy", dict, dict, {}, Transformation(), clip_norm=1.0)

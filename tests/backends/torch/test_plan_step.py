@@ -89,6 +89,8 @@ def run_for_real(job: Workload, source: dict[str, Any]) -> dict[str, Any]:
     def step() -> None:
         for _ in range(run.plan.accumulate_steps):
             job.loss(model, batch).backward()
+        if job.clip_norm is not None:
+            run.clip_grad_norm_(job.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -142,6 +144,18 @@ def test_planned_at_two_ranks_is_what_two_ranks_do(engine: str) -> None:
     for real in run_ranks(run_for_real, 2, job, source):
         assert_planned_is_real(measured, real)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("engine", ["layer", "fsdp2"])
+def test_clipping_is_planned_where_the_workload_clips(engine: str) -> None:
+    job = workload(lambda: Model(4))
+    source = policy(SHARD, RECOMPUTE, backend_options={"torch": {"engine": engine}})
+    plain, clipped = planned(job, source, 2), planned(replace(job, clip_norm=1.0), source, 2)
+    for real in run_ranks(run_for_real, 2, replace(job, clip_norm=1.0), source):
+        assert_planned_is_real(clipped, real)
+    assert clipped.collectives != plain.collectives
+    assert any("clip_norm" in text for text in plain.left_out)
+    assert not any("clip" in text for text in clipped.left_out)
 
 
 EXTRAPOLATED = {
