@@ -13,7 +13,10 @@ BUILD = """
 import torch, torch.distributed as dist
 def dies(*arguments, **keywords):
     raise RuntimeError("use_libuv was requested but PyTorch was built without libuv support")
-dist.init_process_group = dist.TCPStore = dist.FileStore = dies
+begin = dist.init_process_group
+def init_process_group(backend=None, *arguments, store=None, **keywords):  # ranks that are not there need no launch
+    return begin(backend, *arguments, store=store, **keywords) if backend == "fake" and store is not None else dies()
+dist.init_process_group, dist.TCPStore, dist.FileStore = init_process_group, dies, dies
 dist.is_nccl_available = lambda: False
 """
 COMMANDS = """
@@ -28,7 +31,7 @@ print(json.dumps(codes))
 """
 
 
-def test_validating_explaining_and_applying_to_one_process_start_no_process_group() -> None:
+def test_validating_explaining_planning_and_applying_to_one_process_launch_nothing() -> None:
     """What needs no other rank asks for none.
 
     Family: every launch dies in the store on Windows, NCCL is absent too (pytorch#148283).
@@ -38,10 +41,11 @@ def test_validating_explaining_and_applying_to_one_process_start_no_process_grou
     commands = [
         ["validate", policy, *model, "--world-size", "4"],
         ["explain", policy, *model, "--world-size", "4", "--json"],
+        ["plan", policy, *model, "--target", "cpu", "--world-size", "4", "--json"],
         ["check", policy, *model],
     ]
     done = subprocess.run(
         [sys.executable, "-c", BUILD + COMMANDS, json.dumps(commands)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [0, 0, 0]
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, 0, 0, 0]
