@@ -304,12 +304,12 @@ def _written(comparison: Comparison, out: str | Path | None) -> Comparison:
         return comparison
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
+    _replace_file(folder / "results.json", comparison.to_json() + "\n")  # first: a page can be made again, a run cannot
     page = _page(comparison)
-    if page is not None:
-        _replace_file(folder / "index.html", page)
-        comparison = replace(comparison, page=folder / "index.html")
-    _replace_file(folder / "results.json", comparison.to_json() + "\n")
-    return comparison
+    if page is None:
+        return comparison
+    _replace_file(folder / "index.html", page)
+    return replace(comparison, page=folder / "index.html")
 
 
 def _page(comparison: Comparison) -> str | None:

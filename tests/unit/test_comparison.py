@@ -110,8 +110,9 @@ def test_times_are_medians_with_quartiles_and_tokens_follow_from_them(run):
 def test_a_workload_with_a_batch_of_its_own_has_no_tokens_to_count(run, tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def workload(): raise SystemExit('the workers alone load it')\n")
-    row = run("none", workload=f"{file}:workload").rows[0]
+    row = run("none", workload=f"{file}:workload", out=tmp_path / "out").rows[0]
     assert (row.ok, row.step_time_s, row.tokens_per_s) == (True, 0.2, None)
+    assert "tokens per step" not in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
 
 
 def test_the_plain_run_is_added_where_it_is_missing_and_comes_first(run):
