@@ -30,6 +30,8 @@ class Gathering:
         """Issues what brings a unit's weights; `make_ready` waits for it."""
         if unit.state != "sharded":
             return
+        if any(section.layout == "shard" for section in unit.sections):
+            self.reduction.order.note_gather(unit)
         for section in unit.sections:
             if section.in_place:
                 continue

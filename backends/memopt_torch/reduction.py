@@ -311,6 +311,8 @@ class Reduction:
             self.all_used = not some_unused if self.all_used is None else self.all_used
             if not self.order.agree(told[-2] == -told[-1]):
                 raise _called_differently()
+        elif self.groups.world is not None and self.order.skipped():
+            raise _skipped(self.order.skipped()[0])
         elif self.groups.world is not None and not all(flags):
             self.engine.warn_once(
                 "unused",
@@ -402,12 +404,29 @@ class Reduction:
         refuse_unreduced(self.micro_step, self.accumulate_steps)
 
 
+_ONE_UNIT = (
+    "call and use every unit on every rank, make the modules that ranks choose from one unit "
+    "(`{match: [...], group: true}`), or leave them out of `units`"
+)
+
+
 def _called_differently() -> MemoptError:
     return MemoptError.of(
         "units-called-differently",
-        "ranks have called different units, or the same in another order: each has gathered weights of another's unit",
-        hint="call every unit on every rank in one order, make the modules that ranks choose from one unit "
-        "(`{match: [...], group: true}`), or leave them out of `units`",
+        "ranks have called different units, or their backward passes came to different ones: each has gathered weights "
+        "of another's unit",
+        hint=_ONE_UNIT,
+    )
+
+
+def _skipped(unit: Unit) -> MemoptError:
+    return MemoptError.of(
+        "unit-skipped",
+        f"the backward pass did not come to `{unit.name}` on this rank, and it did in earlier steps; if it did on "
+        "another, that rank has gathered weights of another unit",
+        path=unit.name,
+        hint="where all ranks skip the same units in the same steps, set backend_options.torch.unused_parameters: "
+        f"agree; else {_ONE_UNIT}",
     )
 
 

@@ -33,6 +33,14 @@ class SendOrder:
         self._is_sending = False
         self._queue: list[Unit] = []
         self._finished: set[Unit] = set()
+        self._gathered: list[Unit] = []
+        self._kept: set[Unit] = set()
+        self._may_skip: set[Unit] = set()
+
+    def note_gather(self, unit: Unit) -> None:
+        """A unit's weights are gathered again, for its backward pass."""
+        if self._is_sending:
+            self._gathered.append(unit)
 
     def note_call(self, unit: Unit) -> None:
         """A forward call whose backward pass will end at its inputs."""
@@ -50,6 +58,8 @@ class SendOrder:
         order = [unit for unit in self._called if unit.moves] if self._gathers else self._agreed or ()
         self._queue = list(reversed(order))
         self._finished.clear()
+        self._gathered.clear()
+        self._kept = {unit for unit in self._called if unit.state != "sharded"}
         self._is_sending = True
 
     def finish(self, unit: Unit) -> list[Unit]:
@@ -72,11 +82,25 @@ class SendOrder:
 
     @property
     def fingerprint(self) -> int:
-        """The calls of this pass as a number below 2^31, for ranks to compare."""
-        return zlib.crc32("\n".join(unit.name for unit in self._called).encode()) & 0x7FFFFFFF
+        """Calls and gathers of this pass as a number below 2^31, for ranks to compare."""
+        names = [unit.name for unit in (*self._called, *self._gathered)]
+        return zlib.crc32("\n".join(names).encode()) & 0x7FFFFFFF
+
+    def skipped(self) -> list[Unit]:
+        """Units that were called and that the backward pass did not come to, when other ranks may have gathered them
+        for theirs; those that all ranks were seen to skip are no news."""
+        return [
+            unit
+            for unit in self._called
+            if unit.moves and unit.needs_weights_in_backward
+            if unit not in self._finished and unit not in self._gathered
+            if unit not in self._kept and unit not in self._may_skip
+        ]
 
     def agree(self, is_same: bool) -> bool:
         """All ranks have compared their calls; False where different ones have gathered each other's weights."""
+        if is_same:
+            self._may_skip.update(self.skipped())
         if self._agreed is None:
             self._agreed = tuple(self._called) if is_same else self._units
         return is_same or not self._gathers

@@ -118,3 +118,59 @@ def test_memory_that_a_waiting_gradient_takes_is_told_and_given_back() -> None:
         assert [text for text in told if "`first`" in text and "320 bytes" in text], told
         assert len(told) == 1
         assert is_back
+
+
+class ManyHeads(nn.Module):
+    """More heads than stay gathered between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(8, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        hidden = torch.tanh(self.trunk(x))
+        return [torch.tanh(head(hidden)) for head in self.heads]
+
+
+def _trains_or_refuses(heads_of: Any, agreement: str) -> str:
+    warnings.simplefilter("ignore", MemoptWarning)
+    policy = {"version": 1, "units": ["trunk", "heads.*"], "rules": [SHARD]}
+    reference, model = ManyHeads(), ManyHeads()
+    memopt.apply_policy(model, {**policy, "backend_options": {"torch": {"unused_parameters": agreement}}})
+    for number in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        for one in (reference, model):
+            one.zero_grad()
+            outputs = one(x)
+            loss = torch.stack([outputs[k].square().mean() for k in heads_of(number, dist.get_rank())]).sum()
+            try:
+                loss.backward()
+            except MemoptError as error:
+                return error.problems[0].code
+        expected = dict(reference.named_parameters())
+        for name, parameter in model.named_parameters():
+            mean = torch.zeros(parameter.shape) if expected[name].grad is None else expected[name].grad.clone()
+            dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+            ours = torch.zeros(parameter.shape) if parameter.grad is None else whole_tensor(parameter.grad)
+            if not torch.equal(ours, mean):
+                return f"wrong gradient of {name} in step {number}"
+    return "trained"
+
+
+EVERY = range(5)
+USES: dict[str, tuple[Any, str, str]] = {
+    "own head": (lambda number, rank: [rank], "auto", "units-called-differently"),
+    "own head later": (lambda number, rank: [rank] if number else EVERY, "auto", "unit-skipped"),
+    "own head later, agreeing": (lambda number, rank: [rank] if number else EVERY, "agree", "units-called-differently"),
+    "the same heads in turn, agreeing": (lambda number, rank: [number] if number else EVERY, "agree", "trained"),
+    "one head all along": (lambda number, rank: [1], "auto", "trained"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_weights_of_another_unit_are_never_computed_with(use: str) -> None:
+    """Family: gathers that meet another unit's in the backward pass; of equal size, without any sign."""
+    heads_of, agreement, expected = USES[use]
+    assert run_ranks(_trains_or_refuses, 2, heads_of, agreement) == [expected] * 2
