@@ -21,12 +21,15 @@ class StackSpec:
         length: How many layers.
         kind: `loop` (a Python list of modules) or `scan` (stacked parameters, one traced body).
         block_class: Class name of the layers, e.g. `LlamaDecoderLayer`.
+        scans: For layers run by several scans one after another (dense layers, then layers with experts): the
+            backend's own name of each and its length. Empty where one scan, called `path`, runs them all.
     """
 
     path: str
     length: int
     kind: Literal["loop", "scan"]
     block_class: str
+    scans: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,8 @@ class TensorSpec:
         op: `matmul`, `attention`, `topk`, `random` where known.
         sharding: Existing placement: mesh axis name -> dimension, left as it is and dividing bytes.
         axis_sizes: Sizes of the axes named in `sharding`.
+        split_in_use: Mesh axis name -> dimension that the module computes with while it is split (experts over an
+            `expert` axis); any other axis of a rule is gathered for use.
     """
 
     path: str
@@ -70,6 +75,7 @@ class TensorSpec:
     op: str | None = None
     sharding: Mapping[str, int] = field(default_factory=dict)
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
+    split_in_use: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ _MLP = {
 _LLAMA = {**_ATTENTION, **_MLP}
 # Routed experts are one module of stacked weights (`mlp.experts`) in Transformers 5, a list of MLPs before that.
 _MOE = {
-    "router": ("mlp.gate",),
+    "router": ("mlp.gate", "mlp.gate[0]"),  # the logits, beside the chosen experts and their weights
     "expert_in": ("mlp.experts.expert_in", "mlp.experts.input"),
     "expert_out": ("mlp.experts.expert_out", "mlp.experts"),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -13,6 +12,7 @@ from memopt.report import Report, rule_effects
 from memopt.spec import ModelSpec
 
 from .optimizer import StatePlacement, Update, whole_update
+from .placement import kept_in_use
 from .shardings import Layouts, make_mesh, place
 from .streaming import streamed_update
 from .treatments import Treatments, treatments_of
@@ -36,10 +36,7 @@ class AppliedBase:
         self.plan = plan
         self.spec = spec
         refuse_precision(plan, spec)
-        existing: Mapping[str, Mapping[str, int]] = {
-            tensor.path: tensor.sharding for tensor in spec.tensors if tensor.sharding
-        }
-        self.layouts = Layouts(plan, make_mesh(plan, mesh), existing)
+        self.layouts = Layouts(plan, make_mesh(plan, mesh), kept_in_use(spec))
         self.treatments: Treatments = treatments_of(plan, spec, self.layouts)
         self.placement = StatePlacement.of(plan, spec, self.layouts)
         self._is_checked = plan.options.get("check", "never") != "first_step"

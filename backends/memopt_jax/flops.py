@@ -15,6 +15,7 @@ from typing import Any
 
 from . import hlo
 from .hlo import Computation, Instruction, Module
+from .jaxprs import expected_trips
 from .scalars import trip_counts
 
 
@@ -34,7 +35,8 @@ class FlopCount:
 def count(jaxpr: Any) -> FlopCount:
     """FLOPs of a (closed) jaxpr over all devices.
 
-    Scans count their length; of a conditional's branches the costliest counts; a `shard_map` counts once per device.
+    Scans count their length, and a loop whose length the data decides the one its scope says it expects; of a
+    conditional's branches the costliest counts; a `shard_map` counts once per device.
     """
     total, unknown = _count_jaxpr(getattr(jaxpr, "jaxpr", jaxpr))
     return FlopCount(total, unknown)
@@ -172,7 +174,8 @@ def _count_equation(equation: Any) -> tuple[float, int]:
         return max((total for total, _ in branches), default=0.0), sum(unknown for _, unknown in branches)
     if name == "while":
         total, unknown = _count_jaxpr(parameters["body_jaxpr"].jaxpr)
-        return total, unknown + 1
+        expected = expected_trips(equation)
+        return total * (expected or 1), unknown + (expected is None)
     times = parameters["length"] if name == "scan" else 1
     if name == "shard_map":
         times = math.prod(parameters["mesh"].shape.values())

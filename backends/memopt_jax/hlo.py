@@ -16,6 +16,8 @@ from typing import Any
 
 from memopt.errors import MemoptError
 
+from .jaxprs import EXPECTED_TRIPS
+
 HOST_SPACE = 5  # XLA's memory space of pinned host buffers, printed as S(5)
 
 ITEM_BYTES = {
@@ -179,10 +181,12 @@ class Module:
         }
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Iterations of a `while`, where the compiler knows them."""
+        """Iterations of a `while`, where the compiler knows them, or as many as the program's author expects."""
         known = loop.config.get("known_trip_count", {}).get("n")
         if known is None:
             known = loop.attribute(r'known_trip_count"?[:=]\{"?n"?:"?(\d+)')
+        if known is None:
+            known = loop.attribute(rf'op_name="[^"]*{EXPECTED_TRIPS}(\d+)\)*/while"')
         return int(known) if known is not None else None
 
     def callees(self, item: Instruction) -> Iterator[str]:

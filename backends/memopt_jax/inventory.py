@@ -29,6 +29,7 @@ class Parameter:
         trainable: Whether a gradient is taken by it.
         sharding: Existing placement: mesh axis -> dimension, stacking axis included.
         axis_sizes: Sizes of those axes.
+        split_in_use: Axes its module can compute with while they split it: axis -> dimension of one layer's tensor.
     """
 
     raw: str
@@ -38,6 +39,7 @@ class Parameter:
     trainable: bool = True
     sharding: Mapping[str, int] = field(default_factory=dict)
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
+    split_in_use: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ def parameter_rows(parameter: Parameter, lengths: Mapping[str, int]) -> list[Ten
             trainable=parameter.trainable,
             sharding=sharding,
             axis_sizes=parameter.axis_sizes,
+            split_in_use=parameter.split_in_use,
         )
         for path, shape, sharding in shapes
     ]

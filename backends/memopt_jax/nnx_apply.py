@@ -12,8 +12,9 @@ from memopt.plan import Plan
 from memopt.spec import ModelSpec
 
 from .inventory import canonical_path
+from .models.experts import ExpertParallel
 from .nnx_modules import ModuleConfig, configure, dotted, modules_of, restore
-from .placement import leaf_path
+from .placement import EXPERT_AXIS, leaf_path
 from .rewrite import with_cut_scans
 from .shardings import Layouts, place
 from .treatments import Template, Treatments
@@ -30,10 +31,19 @@ def configure_model(model: Any, spec: ModelSpec, treatments: Treatments, layouts
             region=treatments.regions.get(label),
             constrain=layouts.constrain_batch if label in treatments.batched else None,
             compute=treatments.compute if not raw or label in treatments.regions else None,
+            expert_parallel=_expert_parallel(module, label, treatments, layouts),
             root=with_cut_scans if not raw and treatments.cut else None,
         )
-        if config.active or config.region or config.constrain or config.root or config.compute:
+        if config != ModuleConfig(label, active=frozenset()):
             configure(module, config)
+
+
+def _expert_parallel(module: Any, label: str, treatments: Treatments, layouts: Layouts) -> ExpertParallel | None:
+    if not hasattr(module, "expert_parallel") or layouts.num_data == 1:
+        return None
+    is_split = label in treatments.split_experts and dict(layouts.mesh.shape)[EXPERT_AXIS] > 1
+    axis = EXPERT_AXIS if is_split else None
+    return ExpertParallel(layouts.mesh, layouts.data_axes, axis)
 
 
 def _own(label: str, active: frozenset[str]) -> frozenset[str]:

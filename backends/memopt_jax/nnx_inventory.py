@@ -10,9 +10,10 @@ from flax import nnx
 
 from memopt.spec import ModelSpec
 
+from .consecutive import numbered_on
 from .inventory import Module, Parameter, canonical_path, spec_of
 from .nnx_modules import Functional, ModuleConfig, configure, dotted, modules_of, plain_class
-from .placement import existing_sharding
+from .placement import EXPERT_AXIS, existing_sharding
 from .remat import Static
 from .values import Program, read
 
@@ -31,12 +32,14 @@ def inspect(model: Any, call: Callable[[Any], Any] | None) -> ModelSpec:
     modules = [
         module for module in modules if module.class_name not in ("List", "Dict", "Sequential") or not module.raw
     ]
-    return spec_of(parameters, modules, None if call is None else record(model, call), ties=ties_of(model))
+    spec = spec_of(parameters, modules, None if call is None else record(model, call), ties=ties_of(model))
+    return numbered_on(spec, getattr(model, "consecutive_stacks", {}))
 
 
 def parameters_of(model: Any) -> list[Parameter]:
     """Every variable of the model but random-number state."""
     found = []
+    by_expert = {dotted(raw) for raw, module in nnx.iter_modules(model) if hasattr(module, "expert_parallel")}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         value = variable.get_raw_value()
         if isinstance(variable, nnx.RngState) or not hasattr(value, "shape"):
@@ -52,6 +55,7 @@ def parameters_of(model: Any) -> list[Parameter]:
                 trainable=isinstance(variable, nnx.Param),
                 sharding=sharding,
                 axis_sizes=sizes,
+                split_in_use={EXPERT_AXIS: 0} if raw.rpartition(".")[0] in by_expert else {},
             )
         )
     return found

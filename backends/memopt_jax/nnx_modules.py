@@ -18,6 +18,7 @@ from flax import nnx
 from memopt.errors import MemoptError
 
 from . import naming
+from .models.experts import ExpertParallel
 from .placement import leaf_path
 from .remat import Region, run_region
 from .weights import WeightPlan, cast_floating
@@ -35,6 +36,7 @@ class ModuleConfig:
         region: Given for units, and for modules whose own weights are fetched or cast.
         compute: Dtype its floating inputs are cast to, as its weights are; None leaves them.
         constrain: Applied to its outputs: keeps the batch split over the mesh.
+        expert_parallel: How tokens and experts lie on the mesh, for a module that asks for it.
         root: Wraps the whole call of the model (cutting scans); given for the root alone.
     """
 
@@ -43,6 +45,7 @@ class ModuleConfig:
     region: Region | None = None
     compute: str | None = None
     constrain: Callable[[Any], Any] | None = None
+    expert_parallel: ExpertParallel | None = None
     root: Callable[[Callable[[Any], Any], Any], Any] | None = None
 
 
@@ -105,7 +108,10 @@ def _subclass(cls: type, config: ModuleConfig) -> type:
         entry = _region_call(marked, config.path, config.region)
     if config.root is not None:
         entry = _root_call(entry, config.root)
-    return type(cls.__name__, (cls,), {"__call__": entry, "__module__": cls.__module__, _MARKER: config})
+    members: dict[str, Any] = {"__call__": entry, "__module__": cls.__module__, _MARKER: config}
+    if config.expert_parallel is not None:
+        members["expert_parallel"] = config.expert_parallel
+    return type(cls.__name__, (cls,), members)
 
 
 def _region_call(call: Callable[..., Any], path: str, region: Region) -> Callable[..., Any]:

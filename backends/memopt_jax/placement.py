@@ -7,6 +7,11 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
+from memopt.spec import ModelSpec
+
+EXPERT_AXIS = "expert"
+"""The mesh axis over which modules with an `expert_parallel` attribute keep their experts split while they compute."""
+
 
 def leaf_path(path: Sequence[Any]) -> tuple[str, ...]:
     """The keys of a leaf's path in a tree, without the `.value` that a variable puts around its array.
@@ -17,6 +22,15 @@ def leaf_path(path: Sequence[Any]) -> tuple[str, ...]:
     if keys and getattr(keys[-1], "name", None) == "value":
         keys.pop()
     return tuple(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
+
+
+def kept_in_use(spec: ModelSpec) -> dict[str, dict[str, int]]:
+    """Parameter path -> axes that stay while it is used, with their dimensions: those it had, and experts' own."""
+    return {
+        tensor.path: {**tensor.sharding, **tensor.split_in_use}
+        for tensor in spec.tensors
+        if tensor.sharding or tensor.split_in_use
+    }
 
 
 def existing_sharding(value: Any) -> tuple[dict[str, int], dict[str, int]]:

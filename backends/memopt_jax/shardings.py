@@ -63,14 +63,14 @@ class LayerLayout:
 class Layouts:
     """Shardings of a plan's rows over one mesh."""
 
-    def __init__(self, plan: Plan, mesh: AnyMesh, existing: Mapping[str, Mapping[str, int]]) -> None:
+    def __init__(self, plan: Plan, mesh: AnyMesh, kept: Mapping[str, Mapping[str, int]]) -> None:
         """Args:
         plan: The plan.
         mesh: Over which devices.
-        existing: Parameter path -> axes it was sharded on before the policy; they stay while in use.
+        kept: Parameter path -> axes that stay while it is in use, with their dimensions (`placement.kept_in_use`).
         """
         self.mesh = mesh
-        self._existing = existing
+        self._kept = kept
         self._order = tuple(mesh.axis_names)
 
     def spec(self, layout: Mapping[str, int], ndim: int, *, leading: int = 0) -> PartitionSpec:
@@ -92,8 +92,8 @@ class Layouts:
     def of_layer(self, row: PlanRow) -> LayerLayout:
         """In use and at rest, of one layer of the parameter."""
         ndim = len(row.shape or ())
-        kept = self._existing.get(row.path, {})
-        used = {axis: dimension for axis, dimension in row.layout.items() if axis in kept}
+        kept = self._kept.get(row.path, {})
+        used = {axis: dimension for axis, dimension in row.layout.items() if kept.get(axis) == dimension}
         return LayerLayout(self.sharding(used, ndim), self.sharding(row.layout, ndim))
 
     def replicated(self, kind: str | None = None) -> NamedSharding:

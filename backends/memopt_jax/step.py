@@ -23,6 +23,7 @@ from . import nnx_apply, workloads
 from .applied import refuse_precision, update_of
 from .nnx_inventory import inspect
 from .optimizer import StatePlacement
+from .placement import kept_in_use
 from .shardings import AnyMesh, Layouts
 from .treatments import treatments_of
 
@@ -70,8 +71,7 @@ def build_step(workload: Any, plan: Plan, spec: ModelSpec, *, mesh: AnyMesh) -> 
     refuse_precision(plan, spec)
     made = workload if isinstance(workload, Workload) else workloads.build(workload)
     model = _abstract_model(made)
-    existing = {tensor.path: tensor.sharding for tensor in spec.tensors if tensor.sharding}
-    layouts = Layouts(plan, mesh, existing)
+    layouts = Layouts(plan, mesh, kept_in_use(spec))
     treatments = treatments_of(plan, spec, layouts)
     placement = StatePlacement.of(plan, spec, layouts)
     nnx_apply.configure_model(model, spec, treatments, layouts)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memopt.errors import MemoptError
+from memopt.errors import MemoptError, Problem
 from memopt.plan import Plan, PlanRow, PlanUnit, Residual
-from memopt.spec import ModelSpec
+from memopt.spec import ModelSpec, StackSpec
 
 from .naming import mark_name
 from .remat import Region, StackPolicy, UnitPolicy
@@ -26,6 +26,7 @@ class Treatments:
         batched: Module paths whose outputs keep the batch split over the mesh.
         cut: Whether a scanned stack's layers are treated differently.
         compute: Dtype the weights and the floating inputs of units, and of the model, are cast to.
+        split_experts: Modules whose experts lie split over the mesh's `expert` axis while they compute.
         offloaded: Path (indexed) -> planned host bytes of one device.
     """
 
@@ -35,13 +36,28 @@ class Treatments:
     cut: bool
     offloaded: Mapping[str, int]
     compute: str | None = None
+    split_experts: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """One scan over layers: its own name, and where its layers stand in the stack they belong to."""
+
+    name: str
+    length: int
+    stack: str
+    first: int
 
 
 class Template:
-    """Paths of scanned stacks with and without the layer's index."""
+    """Paths of scanned stacks with and without the layer's index.
+
+    Labels carry the scan's own name. Several scans may be one stack to the policy: its `layers.5` is then the label
+    `moe_layers.*` and the index 2.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._scanned = {stack.path: stack.length for stack in spec.stacks if stack.kind == "scan"}
+        self._scans = [scan for stack in spec.stacks if stack.kind == "scan" for scan in _scans_of(stack)]
         # Parameters of a function's stack may lie elsewhere in its tree: their raw path is an alias.
         self._raw = {alias: self.label(tensor.path) for tensor in spec.tensors_of("param") for alias in tensor.aliases}
 
@@ -50,12 +66,13 @@ class Template:
 
         A path of which only the stack is known (`layers`) belongs to the stack's parent and stays too.
         """
-        for stack in self._scanned:
-            if path.startswith(stack + "."):
-                index, _, rest = path[len(stack) + 1 :].partition(".")
+        for scan in self._scans:
+            if path.startswith(scan.stack + "."):
+                index, _, rest = path[len(scan.stack) + 1 :].partition(".")
                 number, bracket, tail = index.partition("[")
-                if number.isdigit():
-                    return f"{stack}.*" + (f"[{tail}" if bracket else "") + (f".{rest}" if rest else ""), int(number)
+                if number.isdigit() and 0 <= int(number) - scan.first < scan.length:
+                    label = f"{scan.name}.*" + (f"[{tail}" if bracket else "") + (f".{rest}" if rest else "")
+                    return label, int(number) - scan.first
         return path, None
 
     def label(self, path: str) -> str:
@@ -66,12 +83,19 @@ class Template:
         """The label of a path that carries no index (`layers.mlp` to `layers.*.mlp`), or of a parameter's raw path."""
         if path in self._raw:
             return self._raw[path]
-        stack = next((s for s in self._scanned if path == s or path.startswith(s + ".")), None)
-        return path if stack is None else f"{stack}.*{path[len(stack) :]}"
+        name = next((s.name for s in self._scans if path == s.name or path.startswith(s.name + ".")), None)
+        return path if name is None else f"{name}.*{path[len(name) :]}"
 
     def length(self, label: str) -> int | None:
-        """Layers of the scanned stack a label lies in, or None."""
-        return next((length for stack, length in self._scanned.items() if label.startswith(f"{stack}.*")), None)
+        """Layers of the scan a label lies in, or None."""
+        return next((scan.length for scan in self._scans if label.startswith(f"{scan.name}.*")), None)
+
+
+def _scans_of(stack: StackSpec) -> Iterator[_Scan]:
+    first = 0
+    for name, length in stack.scans or ((stack.path, stack.length),):
+        yield _Scan(name, length, stack.path, first)
+        first += length
 
 
 def treatments_of(plan: Plan, spec: ModelSpec, layouts: Layouts) -> Treatments:
@@ -108,7 +132,21 @@ def treatments_of(plan: Plan, spec: ModelSpec, layouts: Layouts) -> Treatments:
             row.path: row.nbytes or 0 for row in plan.rows if row.role == "activation" and row.residual == "offload"
         },
         compute=plan.precision.get("compute"),
+        split_experts=_split_experts(plan, spec, template),
     )
+
+
+def _split_experts(plan: Plan, spec: ModelSpec, template: Template) -> frozenset[str]:
+    """Modules all of whose experts' weights the plan splits as the module computes with them."""
+    layouts = {row.path: row.layout for row in plan.rows_of("param")}
+    able: dict[str, bool] = {}
+    for tensor in spec.tensors_of("param"):
+        if tensor.split_in_use:
+            layout = layouts.get(tensor.path, {})
+            is_split = all(layout.get(axis) == dimension for axis, dimension in tensor.split_in_use.items())
+            label = template.label(tensor.module)
+            able[label] = able.get(label, True) and is_split
+    return frozenset(label for label, is_split in able.items() if is_split)
 
 
 def _units_by_label(plan: Plan, template: Template) -> dict[str, list[tuple[int | None, PlanUnit]]]:
@@ -205,6 +243,8 @@ def _weights(plan: Plan, template: Template, layouts: Layouts) -> dict[str, Weig
     """Parameter label -> how it is made ready; parameters that are used as they rest are left out."""
     dtype = plan.precision.get("compute")
     found: dict[str, WeightPlan] = {}
+    rows: dict[str, PlanRow] = {}
+    differing: dict[str, tuple[PlanRow, PlanRow]] = {}
     in_units = {template.label(member) for unit in plan.units for member in unit.members}
     for row in plan.rows_of("param"):
         label = template.label(row.path)
@@ -216,15 +256,24 @@ def _weights(plan: Plan, template: Template, layouts: Layouts) -> dict[str, Weig
             used=None if own is None else own.used,
             rests=None if own is None else own.rests,
         )
+        first = rows.setdefault(label, row)
         if found.setdefault(label, plan_of_row) != plan_of_row:
-            raise MemoptError.of(
-                "stack-parameters-differ",
-                f"`{label}` is one array for all layers of a scanned stack, and the rules place its layers differently",
-                hint="give all layers of the stack the same shard and offload rules for parameters, "
-                "or build the layers in a Python list",
-                path=row.path,
-            )
+            differing.setdefault(label, (first, row))
+    if differing:
+        raise MemoptError([_layers_differ(label, *pair) for label, pair in differing.items()])
     return {label: weight for label, weight in found.items() if weight != WeightPlan()}
+
+
+def _layers_differ(label: str, first: PlanRow, other: PlanRow) -> Problem:
+    by = [f"`{row.path}` by {f'rule `{row.rule}`' if row.rule else 'no rule'}" for row in (first, other)]
+    return Problem(
+        "stack-parameters-differ",
+        f"`{label}` is one array for all layers of a scanned stack, and its layers are placed differently: "
+        f"{by[0]}, {by[1]}",
+        hint="give all layers of the stack the same shard and offload rules for parameters, "
+        "or build the layers in a Python list",
+        path=other.path,
+    )
 
 
 def _is_floating(row: PlanRow) -> bool:

@@ -15,6 +15,7 @@ from memopt.workloads import HfWorkload, OptimizerConfig, Workload, WorkloadConf
 from memopt.workloads.initialise import initial_weight, weight_shapes
 
 from . import models
+from .models.layers import Buffer
 
 
 def build(config: WorkloadConfig | HfWorkload, *, seed: int | None = None) -> Workload:
@@ -98,7 +99,6 @@ def _initialised(config: WorkloadConfig, seed: int | None) -> nnx.Module:
         return models.build(config)
     model = nnx.eval_shape(lambda: models.build(config))  # nnx's own initialisation would be compiled and thrown away
     load_initial_weights(model, config, seed=seed)
-    rest = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param)))
-    if any(isinstance(variable.get_value(), jax.ShapeDtypeStruct) for _, variable in rest):
-        nnx.update(model, nnx.state(models.build(config), nnx.Not(nnx.Param)))
+    for _, variable in nnx.to_flat_state(nnx.state(model, Buffer)):
+        variable.set_value(jnp.zeros(variable.shape, variable.dtype))
     return model

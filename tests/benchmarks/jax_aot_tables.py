@@ -65,7 +65,7 @@ MEMORY_ROWS = {
     "8b-h100": ("full-recompute", "offload-all"),
     "70b-gb200": ("full-recompute", "offload-all"),
     "405b-gb200": ("full-recompute", "offload-inputs", "offload-405b", "offload-all"),
-    "deepseek-gb200": ("full-recompute", "offload-inputs"),
+    "deepseek-gb200": ("deepseek/full-recompute", "deepseek/offload"),
     "tiny-v5e": ("full-recompute", "offload-all"),
     "tiny-v6e": ("full-recompute", "offload-all"),
 }
@@ -90,7 +90,8 @@ def case(work: str, policy: str) -> Case:
     loaded = load_workload(str(ROOT / "configs" / "workloads" / f"{described.workload}.yaml"))
     config = loaded.model_copy(update={"batch": described.batch})  # type: ignore[union-attr]
     spec = backend.inspect_workload(config)
-    rules = load_policy(ROOT / "configs" / "policies" / "gpu" / f"{policy}.yaml")
+    folder, _, name = policy.rpartition("/")
+    rules = load_policy(ROOT / "configs" / "policies" / (folder or "gpu") / f"{name}.yaml")
     plan = make_plan(
         rules,
         spec,

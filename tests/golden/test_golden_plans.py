@@ -1,4 +1,4 @@
-"""What each shipped policy does to the tiny Llama on each backend, line by line: a change of meaning shows in review.
+"""What each shipped policy does to a tiny model on each backend, line by line: a change of meaning shows in review.
 
 Renew with `pytest tests/golden --snapshot-update`.
 """
@@ -20,7 +20,8 @@ from memopt.workloads import load_workload
 CONFIGS = Path(__file__).parents[2] / "configs"
 POLICIES = sorted((CONFIGS / "policies").rglob("*.yaml"))
 TINY_LLAMA = CONFIGS / "workloads" / "llama-tiny.yaml"
-WORLD = 4
+WORKLOADS = {"deepseek": (CONFIGS / "workloads" / "deepseek-tiny.yaml", 16)}
+"""Folder of the policies that are for one family -> a workload of it and the number of devices; else Llama on 4."""
 
 
 def _lines(plan: Plan) -> list[str]:
@@ -44,14 +45,15 @@ def test_the_plan_of_a_shipped_policy(policy: Path, backend: str, snapshot) -> N
 
 
 @cache
-def _tiny_llama(backend: str) -> ModelSpec:
-    return load_backend(backend).inspect_workload(load_workload(TINY_LLAMA))
+def _inspected(backend: str, workload: Path) -> ModelSpec:
+    return load_backend(backend).inspect_workload(load_workload(workload))
 
 
 def _said(policy: Path, backend: str) -> str:
     """The plan, or the refusal of what the backend cannot do; any other problem fails the test."""
     try:
-        plan = make_plan(policy, _tiny_llama(backend), backend=backend, world_size=WORLD)
+        workload, world_size = WORKLOADS.get(policy.parent.name, (TINY_LLAMA, 4))
+        plan = make_plan(policy, _inspected(backend, workload), backend=backend, world_size=world_size)
     except MemoptError as error:
         if any(problem.code != "unsupported-by-backend" for problem in error.problems):
             raise

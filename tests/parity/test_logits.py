@@ -20,6 +20,8 @@ def described(name: str) -> WorkloadConfig:
 
 
 LLAMA = described("llama-tiny")
+DEEPSEEK = described("deepseek-tiny")
+assert DEEPSEEK.mla is not None
 VARIANTS = {
     "llama-tiny": LLAMA,
     "tied": LLAMA.model_copy(update={"tie_embeddings": True}),
@@ -27,6 +29,10 @@ VARIANTS = {
         update={"rope_theta": 500000.0, "rope_scaling": RopeScaling(original_sequence=32)}
     ),
     "wide-heads": LLAMA.model_copy(update={"head_dim": 48, "kv_heads": 4}),
+    "deepseek-tiny": DEEPSEEK,
+    "deepseek, whole queries": DEEPSEEK.model_copy(
+        update={"mla": DEEPSEEK.mla.model_copy(update={"q_lora_rank": None})}
+    ),
 }
 
 

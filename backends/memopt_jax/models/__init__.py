@@ -25,6 +25,12 @@ def build(config: WorkloadConfig, *, rngs: Any = None) -> Any:
         from .llama import LlamaForCausalLM
 
         return LlamaForCausalLM(config, rngs=rngs)
+    if config.family == "deepseek_v3":
+        from .deepseek import DeepseekV3ForCausalLM
+
+        return DeepseekV3ForCausalLM(config, rngs=rngs)
     raise MemoptError.of(
-        "unknown-family", f"the JAX backend has no model of family `{config.family}`", hint="use family llama"
+        "unknown-family",
+        f"the JAX backend has no model of family `{config.family}`",
+        hint="use family llama or deepseek_v3",
     )

@@ -94,6 +94,9 @@ causal_attention.defvjp(_forward, _backward)
 
 def _scores(queries: jax.Array, k: jax.Array, start: jax.Array, scale: float) -> jax.Array:
     """`[B, G, R, block, S]` in float32, positions after the query masked."""
+    # Differentiating a loop computes what needs no data ahead of it, for all iterations at once. The mask would be such
+    # a thing, as large as all scores; the barrier ties it to the queries of its own block.
+    queries, start = jax.lax.optimization_barrier((queries, start))
     scores = jnp.einsum("bqgrd,bkgd->bgrqk", queries, k, preferred_element_type=jnp.float32) * scale
     before = jnp.arange(k.shape[1])[None, :] <= start + jnp.arange(queries.shape[1])[:, None]
     return jnp.where(before, scores, _MASKED)

@@ -21,6 +21,10 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...]) -> jax.Array:
     return _DEVIATION * jax.random.normal(rngs.params(), shape, jnp.float32)
 
 
+class Buffer(nnx.Variable):
+    """State that no gradient is taken by; it starts at zero."""
+
+
 class Linear(nnx.Module):
     """`x @ weight.T`, no bias."""
 
@@ -93,6 +97,11 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     low, high = jnp.split(x, 2, axis=-1)
     cos, sin = (half[:, None, : half.shape[-1] // 2] for half in (cos, sin))
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def rotate_interleaved(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """As `rotate`, of numbers laid out in neighbouring pairs (Transformers' `apply_rotary_pos_emb_interleave`)."""
+    return rotate(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), cos, sin)
 
 
 def mean_cross_entropy(
