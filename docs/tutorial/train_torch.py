@@ -41,7 +41,6 @@ def main():
         dist.all_reduce(mean := loss.detach().clone())
         if dist.get_rank() == 0:
             print(f"step {step} loss {mean.item() / dist.get_world_size():.9f}")
-    dist.barrier()  # no rank takes its connections down before all are done
     dist.destroy_process_group()
 
 

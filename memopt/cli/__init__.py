@@ -84,4 +84,4 @@ def _missing_framework(error: ModuleNotFoundError) -> Problem:
 
 
 def _is_usage(problem: Problem) -> bool:
-    return problem.code in _USAGE and problem.line is None
+    return problem.code in _USAGE and problem.line is None and problem.path is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,21 +13,31 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial"
+# torch's own fault: a process group of gloo may deadlock when it is destructed (memopt_torch/interpreter_exit.py). A
+# plain script has nothing against it; what it printed before is what counts here.
+GRACE_S = 90
 NONE = str(ROOT / "configs" / "policies" / "none.yaml")
 
 
-def losses_of(command: list[str], **environment: str) -> list[float]:
+def losses_of(command: list[str], *, may_hang_at_exit: bool = False, **environment: str) -> list[float]:
     """Runs a script and reads its `step N loss X` lines."""
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, *command],
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=240,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stderr
-    return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", done.stdout, re.MULTILINE)]
+    try:
+        out, err = process.communicate(timeout=GRACE_S if may_hang_at_exit else 240)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        assert may_hang_at_exit, f"{command} did not end\n{out}\n{err}"
+    else:
+        assert process.returncode == 0, err
+    return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", out, re.MULTILINE)]
 
 
 def torchrun(script: str) -> list[str]:
@@ -34,7 +45,7 @@ def torchrun(script: str) -> list[str]:
 
 
 def test_a_ddp_script_with_its_ddp_line_replaced_by_three_trains_the_same_to_the_last_digit():
-    plain = losses_of(torchrun("train_ddp.py"))
+    plain = losses_of(torchrun("train_ddp.py"), may_hang_at_exit=True)
     assert len(plain) == 8
     assert plain[-1] < plain[0] - 0.5
     assert losses_of(torchrun("train_torch.py")) == plain
