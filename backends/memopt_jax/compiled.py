@@ -119,11 +119,15 @@ class CompiledStep:
         return Executable(compiled, traced.jaxpr, host_bytes, worked_around)
 
     def run_as_compiled(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run another function as the step is run: the same compiler options, audit and workaround; nothing donated."""
-        compiled, _ = self._compile(jax.jit(fn).trace(*args))
+        """Run another function as the step is run: the same compiler options, audit and workaround; nothing donated.
+
+        Rounding alone is stricter. In dtypes below float32 XLA keeps more bits than are written wherever it fuses, and
+        what it fuses depends on what is kept: two right programs then differ by a percent. Here both round as written.
+        """
+        compiled, _ = self._compile(jax.jit(fn).trace(*args), rounds_as_written=True)
         return compiled(*args)
 
-    def _compile(self, traced: Any) -> tuple[Any, bool]:
+    def _compile(self, traced: Any, *, rounds_as_written: bool = False) -> tuple[Any, bool]:
         """The executable, and whether it was compiled around the fault of a GPU compiler that the audit found.
 
         Raises:
@@ -132,6 +136,8 @@ class CompiledStep:
         device = self._layouts.device
         requested: Mapping[str, Any] = self._plan.options.get("compiler_options", {})
         options = compiler_options.options_for(device.platform, requested=requested, offloads=self._offloads)
+        if rounds_as_written:
+            options |= rounding_options(device.platform)
         compiled = self._built(traced, options, device.platform)
         memory = compiled.memory_analysis()
         preflight.require_host_memory(
@@ -282,6 +288,11 @@ def _enclosed_regions(jaxpr: Any) -> set[str]:
         for nested in inner_jaxprs(eqn):
             found |= _enclosed_regions(nested)
     return found
+
+
+def rounding_options(platform: str) -> dict[str, Any]:
+    """Compiler options under which a program rounds where it is written to; a TPU's compiler has none."""
+    return {} if platform == "tpu" else {"xla_allow_excess_precision": False}
 
 
 def offloaded_bytes(jaxpr: Any) -> int:

@@ -17,7 +17,7 @@ from memopt.spec import ModelSpec
 from . import checkpoint, nnx_apply
 from .applied import AppliedBase, require_ok
 from .checking import Gradients, compare
-from .compiled import CompiledStep, verify_no_user_remat
+from .compiled import CompiledStep, rounding_options, verify_no_user_remat
 from .nnx_optimizer import PlacedOptimizer
 from .optimizer import transformation_of
 from .placement import leaf_path
@@ -168,8 +168,11 @@ class NnxApplied(AppliedBase):
             aux = fn(model, tap, batch)
             return Static.split(aux)[0], tap.taken()
 
-        run = self._step.run_as_compiled if reference is None and self._step is not None else _plainly
-        aux, gradients = run(pure, state, batch)
+        if reference is None and self._step is not None:
+            aux, gradients = self._step.run_as_compiled(pure, state, batch)
+        else:
+            options = rounding_options(self.layouts.device.platform)
+            aux, gradients = jax.jit(pure, compiler_options=options)(state, batch)
         paths, _ = jax.tree_util.tree_flatten_with_path(gradients)
         named = {".".join(str(getattr(k, "key", k)) for k in path): jax.device_get(leaf) for path, leaf in paths}
         return Gradients([jax.device_get(leaf) for leaf in aux], named)
@@ -234,10 +237,6 @@ class NnxApplied(AppliedBase):
 
     def _step_time_s(self) -> float | None:
         return None if self._step is None else self._step.step_time_s
-
-
-def _plainly(fn: Callable[..., Any], *args: Any) -> Any:
-    return jax.jit(fn)(*args)
 
 
 def _name(path: Any) -> str:

@@ -17,7 +17,7 @@ from memopt.spec import ModelSpec
 from . import checkpoint
 from .applied import AppliedBase, require_ok
 from .checking import Gradients, compare
-from .compiled import CompiledStep
+from .compiled import CompiledStep, rounding_options
 from .naming import is_traced
 from .optimizer import transformation_of
 from .placement import leaf_path
@@ -196,7 +196,8 @@ class TreeApplied(AppliedBase):
             if reference is None and self._step is not None:
                 aux, gradients = self._step.run_as_compiled(pure, *state, batch)
             else:
-                aux, gradients = jax.jit(pure)(*state, batch)
+                options = rounding_options(self.layouts.device.platform)
+                aux, gradients = jax.jit(pure, compiler_options=options)(*state, batch)
         finally:
             self._reference = None
         paths, _ = jax.tree_util.tree_flatten_with_path(gradients)

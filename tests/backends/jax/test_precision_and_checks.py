@@ -80,9 +80,9 @@ def test_the_check_is_compiled_as_the_step_is(
     compiled: list[str] = []
     plain = CompiledStep._compile
 
-    def counted(self: CompiledStep, traced: Any) -> Any:
+    def counted(self: CompiledStep, traced: Any, **how: Any) -> Any:
         compiled.append(str(traced.fun_name))
-        return plain(self, traced)
+        return plain(self, traced, **how)
 
     monkeypatch.setattr(CompiledStep, "_compile", counted)
     step()
@@ -118,3 +118,25 @@ def _first_only(
         return broken(plan, value) if traced <= num_weights else plain(plan, value)
 
     return use
+
+
+def test_a_right_policy_in_bfloat16_differs_by_nothing(
+    nnx_models: Mapping[str, Any], inputs: jax.Array, one_device: Mesh
+) -> None:
+    """XLA keeps more bits where it fuses, and what it fuses depends on what is kept: both sides must round alike."""
+    model = nnx_models["scan"](nnx.Rngs(0))
+    offload = {"name": "inputs", "action": "offload", "match": {"path": "layers.*.input"}}
+    policy = {"version": 1, "precision": BF16, "rules": [offload, REST]}
+    run = apply_policy(model, policy, example_inputs=inputs, mesh=one_device)
+    optimizer = run.optimizer(optax.sgd(1e-2))
+
+    def fn(model: Any, optimizer: Any, batch: jax.Array) -> jax.Array:
+        loss, gradients = nnx.value_and_grad(lambda model: (model(batch).astype(jnp.float32) ** 2).mean())(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    run.step(fn)(run.model, optimizer, inputs)
+    check = run.check(inputs)
+    assert check.ok
+    assert check.max_grad_rel_diff == 0.0
+    assert check.loss_diff == 0.0
