@@ -32,7 +32,7 @@ def guarded(what: str, call: Callable[[], Result], *, code: str = "plan-crashed"
         return call()
     except MemoptError:
         raise
-    except Exception as error:
+    except Exception as error:  # a user's model, a framework or a compiler may raise anything; the cause is kept
         if _is_missing_framework(error):  # the command line names what to install
             raise
         frame = _frame_of(error)

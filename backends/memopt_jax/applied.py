@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
+
+import jax
 
 from memopt.applied import Check
 from memopt.errors import MemoptError
@@ -11,6 +14,7 @@ from memopt.plan import Plan
 from memopt.report import Report, rule_effects
 from memopt.spec import ModelSpec
 
+from .compiled import CompiledStep, rounding_options
 from .optimizer import StatePlacement, Update, whole_update
 from .placement import kept_in_use
 from .shardings import Layouts, make_mesh, place
@@ -40,10 +44,29 @@ class AppliedBase:
         self.treatments: Treatments = treatments_of(plan, spec, self.layouts)
         self.placement = StatePlacement.of(plan, spec, self.layouts)
         self._is_checked = plan.options.get("check", "never") != "first_step"
+        self._step: CompiledStep | None = None
 
     def update_of(self, tx: Any) -> Update:
         """The fused update-and-apply of an optax transformation."""
         return update_of(tx, self.plan, self.placement)
+
+    def compile_step(self, fn: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> CompiledStep:
+        """The step as the policy has it compiled; what `check`, `figures` and `report` speak of from now on."""
+        self._step = CompiledStep(
+            fn,
+            plan=self.plan,
+            layouts=self.layouts,
+            treatments=self.treatments,
+            offloads=self.placement.offloads_any or bool(self.treatments.offloaded),
+            check=lambda batch: require_ok(self.check(batch)),
+        )
+        return self._step
+
+    def run_to_compare(self, fn: Callable[..., Any], *args: Any, is_reference: bool) -> Any:
+        """Run one side of a check: the policy's as its step is compiled, once there is one; rounding alike on both."""
+        if not is_reference and self._step is not None:
+            return self._step.run_as_compiled(fn, *args)
+        return jax.jit(fn, compiler_options=rounding_options(self.layouts.device.platform))(*args)
 
     def place_batch(self, batch: Any) -> Any:
         """The batch split over the mesh."""
@@ -69,7 +92,7 @@ class AppliedBase:
         raise NotImplementedError
 
     def _step_time_s(self) -> float | None:
-        raise NotImplementedError
+        return None if self._step is None else self._step.step_time_s
 
     def report(self) -> Report:
         """Planned and measured bytes by role, host traffic, step time; after at least one step.

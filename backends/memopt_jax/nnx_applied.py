@@ -15,9 +15,9 @@ from memopt.plan import Plan
 from memopt.spec import ModelSpec
 
 from . import checkpoint, nnx_apply
-from .applied import AppliedBase, require_ok
+from .applied import AppliedBase
 from .checking import Gradients, compare
-from .compiled import CompiledStep, rounding_options, verify_no_user_remat
+from .compiled import verify_no_user_remat
 from .nnx_optimizer import PlacedOptimizer
 from .optimizer import transformation_of
 from .placement import leaf_path
@@ -39,7 +39,6 @@ class NnxApplied(AppliedBase):
         nnx_apply.configure_model(model, spec, self.treatments, self.layouts)
         nnx_apply.place_parameters(model, shardings)
         self._verify(nnx_apply.caller(example_inputs))
-        self._step: CompiledStep | None = None
         self._step_fn: StepFunction | None = None
         self._optimizer: nnx.Optimizer | None = None
         if optimizer is not None:
@@ -94,15 +93,7 @@ class NnxApplied(AppliedBase):
             _, *states = nnx.split((model, optimizer), *_filters(optimizer))
             return states[0], states[1], aux
 
-        compiled = CompiledStep(
-            pure,
-            plan=self.plan,
-            layouts=self.layouts,
-            treatments=self.treatments,
-            offloads=self.placement.offloads_any or bool(self.treatments.offloaded),
-            check=lambda batch: require_ok(self.check(batch)),
-        )
-        self._step = compiled
+        compiled = self.compile_step(pure)
 
         def run(model: Any, optimizer: Any, batch: Any) -> Any:
             if not isinstance(optimizer, PlacedOptimizer):
@@ -168,11 +159,7 @@ class NnxApplied(AppliedBase):
             aux = fn(model, tap, batch)
             return Static.split(aux)[0], tap.taken()
 
-        if reference is None and self._step is not None:
-            aux, gradients = self._step.run_as_compiled(pure, state, batch)
-        else:
-            options = rounding_options(self.layouts.device.platform)
-            aux, gradients = jax.jit(pure, compiler_options=options)(state, batch)
+        aux, gradients = self.run_to_compare(pure, state, batch, is_reference=reference is not None)
         paths, _ = jax.tree_util.tree_flatten_with_path(gradients)
         named = {".".join(str(getattr(k, "key", k)) for k in path): jax.device_get(leaf) for path, leaf in paths}
         return Gradients([jax.device_get(leaf) for leaf in aux], named)
@@ -234,9 +221,6 @@ class NnxApplied(AppliedBase):
         if self._step is None or self._optimizer is None:
             raise MemoptError.of("no-step-yet", "no step has run, so nothing was measured", hint="run one step first")
         return self._step.figures(nnx.state(self.model), nnx.state(self._optimizer))
-
-    def _step_time_s(self) -> float | None:
-        return None if self._step is None else self._step.step_time_s
 
 
 def _name(path: Any) -> str:

@@ -15,9 +15,8 @@ from memopt.plan import Plan
 from memopt.spec import ModelSpec
 
 from . import checkpoint
-from .applied import AppliedBase, require_ok
+from .applied import AppliedBase
 from .checking import Gradients, compare
-from .compiled import CompiledStep, rounding_options
 from .naming import is_traced
 from .optimizer import transformation_of
 from .placement import leaf_path
@@ -92,7 +91,6 @@ class TreeApplied(AppliedBase):
 
     def __init__(self, plan: Plan, spec: ModelSpec, *, mesh: Any) -> None:
         super().__init__(plan, spec, mesh)
-        self._step: CompiledStep | None = None
         self._step_fn: StepFunction | None = None
         self._optimizer: TreeOptimizer | None = None
         self._last: tuple[Any, Any] | None = None
@@ -117,15 +115,7 @@ class TreeApplied(AppliedBase):
     def step(self, fn: StepFunction) -> StepFunction:
         """`fn(params, opt_state, batch) -> (params, opt_state, aux)` compiled with donation of the first two."""
         self._step_fn = fn
-        compiled = CompiledStep(
-            fn,
-            plan=self.plan,
-            layouts=self.layouts,
-            treatments=self.treatments,
-            offloads=self.placement.offloads_any or bool(self.treatments.offloaded),
-            check=lambda batch: require_ok(self.check(batch)),
-        )
-        self._step = compiled
+        compiled = self.compile_step(fn)
 
         def run(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
             if self._optimizer is None and self.placement.offloads_any:
@@ -193,11 +183,7 @@ class TreeApplied(AppliedBase):
 
         self._reference = reference
         try:
-            if reference is None and self._step is not None:
-                aux, gradients = self._step.run_as_compiled(pure, *state, batch)
-            else:
-                options = rounding_options(self.layouts.device.platform)
-                aux, gradients = jax.jit(pure, compiler_options=options)(*state, batch)
+            aux, gradients = self.run_to_compare(pure, *state, batch, is_reference=reference is not None)
         finally:
             self._reference = None
         paths, _ = jax.tree_util.tree_flatten_with_path(gradients)
@@ -261,9 +247,6 @@ class TreeApplied(AppliedBase):
         if self._step is None or self._last is None:
             raise MemoptError.of("no-step-yet", "no step has run, so nothing was measured", hint="run one step first")
         return self._step.figures(*self._last)
-
-    def _step_time_s(self) -> float | None:
-        return None if self._step is None else self._step.step_time_s
 
 
 def _flat(tree: Any) -> dict[str, Any]:

@@ -155,13 +155,6 @@ class CachingAllocator:
         """Bytes taken from the device so far; they only grow."""
         return sum(pool.reserved_bytes for pool in self._pools.values())
 
-    def by_stream(self) -> dict[Hashable, int]:
-        """`reserved_bytes` by stream."""
-        found: dict[Hashable, int] = {}
-        for (stream, _), pool in self._pools.items():
-            found[stream] = found.get(stream, 0) + pool.reserved_bytes
-        return found
-
     def play(self, events: Iterable[Event]) -> None:
         """Allocate and free as the events say."""
         for storage, change, stream in events:

@@ -120,7 +120,7 @@ def _importing(what: str, load: Callable[[], Any]) -> Any:
     """Runs an import; whatever the user's module raises becomes one problem that names the line."""
     try:
         return load()
-    except Exception as error:
+    except Exception as error:  # the user's module may raise anything; the cause is kept
         raise _failure("workload-import-failed", f"importing `{what}` failed", error) from error
 
 
@@ -137,7 +137,7 @@ def _called(module: Any, function: str, reference: str) -> Workload:
         workload = make()
     except MemoptError:
         raise
-    except Exception as error:
+    except Exception as error:  # the user's function may raise anything; the cause is kept
         raise _failure("workload-import-failed", f"`{reference}` raised", error) from error
     if not isinstance(workload, Workload):
         raise MemoptError.of(

@@ -1,6 +1,6 @@
 """DeepSeek-V3 in flax nnx: Transformers' module names, the same numbers as `DeepseekV3ForCausalLM`.
 
-Shapes: B sequences, S positions, D width, H heads, E routed experts, K experts per token, V vocabulary.
+Shapes: B sequences, S positions, D width, H heads, E routed experts, K experts per token.
 
 Source: DeepSeek-V3 technical report (2024), sections 2.1.1 (latent attention) and 2.1.2 (experts, sigmoid routing in
 groups with a correction bias). The balancing of that bias during training and multi-token prediction are left out.
@@ -17,10 +17,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from memopt.workloads.config import MlaConfig, MoeConfig, WorkloadConfig
-from memopt.workloads.rotary import inverse_frequencies
 
 from ..naming import is_traced
 from .attention import causal_attention
+from .causal_lm import CausalLM
 from .experts import ExpertParallel, routed_experts
 from .layers import (
     Buffer,
@@ -28,11 +28,8 @@ from .layers import (
     Linear,
     RMSNorm,
     SwiGLU,
-    mean_cross_entropy,
     normal,
-    rotary_angles,
     rotate_interleaved,
-    run_stack,
     stacked,
 )
 
@@ -154,8 +151,8 @@ class DeepseekV3DecoderLayer(nnx.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class DeepseekV3ForCausalLM(nnx.Module):
-    """Tokens to logits, or to the mean loss when labels are given.
+class DeepseekV3ForCausalLM(CausalLM):
+    """The whole model.
 
     Dense layers and layers with experts hold different parameters, so they are two scans one after the other.
 
@@ -172,34 +169,10 @@ class DeepseekV3ForCausalLM(nnx.Module):
         self.embed_tokens = Embedding(config.vocab, config.hidden, rngs=rngs)
         self.dense_layers = _stack(config, num_dense, is_dense=True, rngs=rngs)
         self.layers = _stack(config, num_moe, is_dense=False, rngs=rngs)
-        self.norm = RMSNorm(config.hidden, eps=config.norm_eps)
-        self.lm_head = None if config.tie_embeddings else Linear(config.hidden, config.vocab, rngs=rngs)
-        self.rotary = tuple(inverse_frequencies(config).tolist())
+        self.add_head(config, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array, labels: jax.Array | None = None) -> jax.Array:
-        """Run the model.
-
-        Args:
-            tokens: int `[B, S]`.
-            labels: int `[B, S]`, the token that follows each position.
-
-        Returns:
-            float32 logits `[B, S, V]`, or the mean cross entropy with labels.
-        """
-        x = self.embed_tokens(tokens)
-        cos, sin = rotary_angles(self.rotary, tokens.shape[1], x.dtype)
-        for stack in (self.dense_layers, self.layers):
-            if stack is not None:
-                x = run_stack(stack, x, cos, sin)
-        x = self.norm(x)
-        if labels is not None:
-            return mean_cross_entropy(self._head, x, labels)
-        return self._head(x).astype(jnp.float32)
-
-    def _head(self, x: jax.Array) -> jax.Array:
-        if self.lm_head is not None:
-            return self.lm_head(x)
-        return jnp.einsum("...d,vd->...v", x, self.embed_tokens.weight[...])
+    def stacks(self) -> tuple[Any, ...]:
+        return tuple(stack for stack in (self.dense_layers, self.layers) if stack is not None)
 
 
 def _blocks_of(config: WorkloadConfig) -> tuple[MlaConfig, MoeConfig]:

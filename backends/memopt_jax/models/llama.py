@@ -1,6 +1,6 @@
 """Llama in flax nnx: scanned layers, Transformers' module names, the same numbers as `LlamaForCausalLM`.
 
-Shapes: B sequences, S positions, D width, H query heads, G key heads, V vocabulary.
+Shapes: B sequences, S positions, D width, H query heads, G key heads.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from memopt.workloads.config import WorkloadConfig
-from memopt.workloads.rotary import inverse_frequencies
 
 from .attention import causal_attention
-from .layers import Embedding, Linear, RMSNorm, SwiGLU, mean_cross_entropy, rotary_angles, rotate, run_stack, stacked
+from .causal_lm import CausalLM
+from .layers import Embedding, Linear, RMSNorm, SwiGLU, rotate, stacked
 
 
 class LlamaAttention(nnx.Module):
@@ -53,38 +53,13 @@ class LlamaDecoderLayer(nnx.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class LlamaForCausalLM(nnx.Module):
-    """Tokens to logits, or to the mean loss when labels are given.
-
-    With labels, logits exist for one block of positions at a time: at a vocabulary of 128 thousand they would
-    otherwise be the largest tensor of the step.
-    """
+class LlamaForCausalLM(CausalLM):
+    """The whole model; its layers are one scan."""
 
     def __init__(self, config: WorkloadConfig, *, rngs: nnx.Rngs) -> None:
         self.embed_tokens = Embedding(config.vocab, config.hidden, rngs=rngs)
         self.layers = stacked(lambda keys: LlamaDecoderLayer(config, rngs=keys), config.layers, rngs=rngs)
-        self.norm = RMSNorm(config.hidden, eps=config.norm_eps)
-        self.lm_head = None if config.tie_embeddings else Linear(config.hidden, config.vocab, rngs=rngs)
-        self.rotary = tuple(inverse_frequencies(config).tolist())
+        self.add_head(config, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array, labels: jax.Array | None = None) -> jax.Array:
-        """Run the model.
-
-        Args:
-            tokens: int `[B, S]`.
-            labels: int `[B, S]`, the token that follows each position.
-
-        Returns:
-            float32 logits `[B, S, V]`, or the mean cross entropy with labels.
-        """
-        x = self.embed_tokens(tokens)
-        cos, sin = rotary_angles(self.rotary, tokens.shape[1], x.dtype)
-        x = self.norm(run_stack(self.layers, x, cos, sin))
-        if labels is not None:
-            return mean_cross_entropy(self._head, x, labels)
-        return self._head(x).astype(jnp.float32)
-
-    def _head(self, x: jax.Array) -> jax.Array:
-        if self.lm_head is not None:
-            return self.lm_head(x)
-        return jnp.einsum("...d,vd->...v", x, self.embed_tokens.weight[...])
+    def stacks(self) -> tuple[Any, ...]:
+        return (self.layers,)

@@ -8,7 +8,8 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,22 @@ def test_a_checkpoint_set_aside_by_a_killed_rename_is_found(tools: Any, tmp_path
         assert losses == pytest.approx(expected, abs=1e-6)
 
 
+@contextmanager
+def full_disk(*, rank: int) -> Iterator[None]:
+    """One rank finds no space left for any item it writes."""
+    import torch.distributed.checkpoint.filesystem as filesystem
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    original = filesystem._write_item
+    filesystem._write_item = full if dist.get_rank() == rank else original
+    try:
+        yield
+    finally:
+        filesystem._write_item = original
+
+
 def test_a_full_disk_is_one_error_and_keeps_the_earlier_checkpoint(tools: Any, tmp_path: Path) -> None:
     policy = tools.policy(tools.shard())
 
@@ -200,16 +217,8 @@ def test_a_full_disk_is_one_error_and_keeps_the_earlier_checkpoint(tools: Any, t
         _, run, step = trainer(tools, policy)
         step(0)
         run.save(tmp_path / "c", step=1)
-        import torch.distributed.checkpoint.filesystem as filesystem
-
-        def full(*args: Any, **kwargs: Any) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        original = filesystem._write_item
-        filesystem._write_item = full if dist.get_rank() == 1 else original
-        with pytest.raises(MemoptError) as caught:
+        with full_disk(rank=1), pytest.raises(MemoptError) as caught:
             run.save(tmp_path / "c", step=2)
-        filesystem._write_item = original
         problem = caught.value.problems[0]
         return problem.code, problem.message, run.load(tmp_path / "c")
 
@@ -362,22 +371,15 @@ def test_what_goes_wrong_in_the_background_is_raised_once_by_whoever_asks_next(
         _, run, step = trainer(tools, policy)
         step(0)
         run.save(tmp_path / "c", step=1)
-        import torch.distributed.checkpoint.filesystem as filesystem
-
-        def full(*args: Any, **kwargs: Any) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        original = filesystem._write_item
-        filesystem._write_item = full if dist.get_rank() == 1 else original
-        pending = run.save(tmp_path / "c", async_save=True, step=2)
-        ask = {
-            "wait": pending.wait,
-            "save": lambda: run.save(tmp_path / "c", step=3),
-            "load": lambda: run.load(tmp_path / "c"),
-        }[asked_by]
-        with pytest.raises(MemoptError) as caught:
-            ask()
-        filesystem._write_item = original
+        with full_disk(rank=1):
+            pending = run.save(tmp_path / "c", async_save=True, step=2)
+            ask = {
+                "wait": pending.wait,
+                "save": lambda: run.save(tmp_path / "c", step=3),
+                "load": lambda: run.load(tmp_path / "c"),
+            }[asked_by]
+            with pytest.raises(MemoptError) as caught:
+                ask()
         assert "No space left on device" in caught.value.problems[0].message
         return caught.value.problems[0].code, run.load(tmp_path / "c")
 
