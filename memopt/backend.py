@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -135,9 +136,15 @@ def require_frameworks(name: str) -> None:
         raise MemoptError.of("extra-missing", f"{' and '.join(missing)} not installed", hint=INSTALL[name])
 
 
+@cache
+def _registered() -> tuple[EntryPoint, ...]:
+    """What is installed under our group; read once, as it means a look into every installed package."""
+    return tuple(entry_points(group="memopt.backends"))
+
+
 def backend_names() -> tuple[str, ...]:
     """Every registered backend, sorted; nothing is imported."""
-    return tuple(sorted({entry.name for entry in entry_points(group="memopt.backends")}))
+    return tuple(sorted({entry.name for entry in _registered()}))
 
 
 def load_backend(name: str) -> Backend:
@@ -146,7 +153,7 @@ def load_backend(name: str) -> Backend:
     Raises:
         MemoptError: `unknown-backend`.
     """
-    for entry in entry_points(group="memopt.backends"):
+    for entry in _registered():
         if entry.name == name:
             return entry.load()
     known = backend_names()

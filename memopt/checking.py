@@ -1,51 +1,112 @@
-"""Everything that can be said of a policy file: alone, for a backend, for a world, for a workload.
+"""Everything that can be said of policy files: alone, for a backend, for a world, for a workload.
 
 What a file alone does not need is imported where it is used: `memopt validate` answers at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .backend import Backend, backend_names, load_backend, missing_frameworks, require_frameworks
 from .errors import MemoptError, Problem, all_of
 from .guarding import inspected
-from .loading import load_policy, validate_options
+from .loading import DocumentSource, Draft, draft_policy, load_policy, validate_options
 from .policy import Policy
+from .policy_checks import unknown_axes
 
 if TYPE_CHECKING:
     from .plan import Plan
+    from .spec import ModelSpec
 
 UNSUPPORTED = "unsupported-by-backend"
+OTHER_BACKEND = "workload-other-backend"
+_DEFAULT_MESH = ("fsdp",)
+Place = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What policies are judged against, beside themselves.
+
+    Attributes:
+        backends: With some, what all of them cannot do is refused.
+        workload: With one, rules are matched against its model: dead and shadowed rules, units that match nothing.
+        world_size: With one, the mesh must fill it.
+    """
+
+    backends: tuple[Backend, ...] = ()
+    workload: Any = None
+    world_size: int | None = None
+
+    @classmethod
+    def prepare(cls, *, workload: str | None, backend: str | None, world_size: int | None) -> Setting:
+        """The setting that those names mean; a workload without a backend is judged on those installed.
+
+        Raises:
+            MemoptError: Where the workload or the backend is not found, with both faults.
+        """
+        if workload is not None:
+            from .workloads import load_workload
+        named = (backend,) if backend is not None else _installed() if workload is not None else ()
+        loaded, *backends = all_of(
+            lambda: None if workload is None else load_workload(workload),
+            *(lambda name=name: load_backend(name) for name in named),
+            *(lambda name=name: require_frameworks(name) for name in named if workload is not None),
+        )
+        return cls(tuple(backends[: len(named)]), loaded, world_size)
+
+    @cached_property
+    def models(self) -> tuple[ModelSpec | MemoptError, ...]:
+        """For each backend the workload's inventory, or why there is none."""
+        return tuple(self._inspected(one) for one in self.backends)
+
+    def _inspected(self, backend: Backend) -> ModelSpec | MemoptError:
+        try:
+            return inspected(backend, self.workload)
+        except MemoptError as error:
+            return error
 
 
 def policy_problems(
     file: Path, *, workload: str | None = None, backend: str | None = None, world_size: int | None = None
 ) -> list[Problem]:
-    """Every problem of a policy file.
+    """Every problem of one policy file; see `problems_in`.
 
     Args:
         file: The policy.
-        workload: With one, rules are matched against its model: dead and shadowed rules, units that match nothing.
-        backend: With one, what it cannot do is refused; without one, what none of the backends can do.
-        world_size: With one, the mesh must fill it.
+        workload: See `Setting`.
+        backend: See `Setting`; left out with a workload: what one installed backend can do is no problem.
+        world_size: See `Setting`.
 
     Raises:
         MemoptError: Where the workload or the backend is not found.
     """
-    chosen = [load_backend(backend)] if backend is not None else []
+    return problems_in(file, Setting.prepare(workload=workload, backend=backend, world_size=world_size))
+
+
+def problems_in(file: DocumentSource, setting: Setting) -> list[Problem]:
+    """Every problem of a policy file at once: a fault hides no other, but for text that is not YAML at all.
+
+    Of a policy with faults in itself, the other rules and settings are judged against the setting all the same, each
+    by itself.
+    """
     try:
-        policy = load_policy(file)
+        draft = draft_policy(file)
     except MemoptError as error:
         return list(error.problems)
-    if workload is not None:
-        names = [backend] if backend is not None else _installed()
-        for name in names:
-            require_frameworks(name)
-        return _against_workload(policy, workload, [load_backend(name) for name in names], world_size)
-    return _without_model(policy, chosen, world_size)
+    if draft.value is None:
+        return list(draft.problems)
+    if setting.workload is None:
+        found = _without_model(draft.value, setting)
+    else:
+        found = _against_workload(draft, draft.value, setting)
+    if not draft.problems:
+        return found
+    return _in_order([*draft.problems, *_of_what_was_written(found, draft)])
 
 
 def plan_for(policy: Path, workload: str, backend: str, *, world_size: int | None = None) -> Plan:
@@ -69,46 +130,84 @@ def plan_for(policy: Path, workload: str, backend: str, *, world_size: int | Non
     return make_plan(loaded, spec, backend=chosen, world_size=size, options=options)
 
 
-def _without_model(policy: Policy, chosen: Sequence[Backend], world_size: int | None) -> list[Problem]:
-    if world_size is None and not chosen:
-        return []
+def _of_what_was_written(found: Sequence[Problem], draft: Draft[Policy]) -> list[Problem]:
+    """Without what is said of places where something else stands than was written, or of rules about such."""
+    broken = {_dotted(_scope(path)) for path in draft.mended}
+    changed = {_dotted(path) for path in draft.mended}
+    kept = [
+        problem
+        for problem in found
+        if not _is_within(problem.path, changed if problem.code == "unknown-axis" else broken)
+    ]
+    return [problem for problem in kept if problem.code != "unknown-axis" or "mesh" not in changed]
+
+
+def _dotted(path: Place) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _scope(path: Place) -> Place:
+    """What is judged as a whole: a rule, else a block of the policy."""
+    return path[:2] if path[0] == "rules" else path[:1]
+
+
+def _is_within(path: str | None, places: Collection[str]) -> bool:
+    return path is not None and any(path == place or path.startswith(f"{place}.") for place in places)
+
+
+def _in_order(problems: Sequence[Problem]) -> list[Problem]:
+    return sorted(dict.fromkeys(problems), key=lambda problem: (problem.line or 0, problem.column or 0))
+
+
+def _without_model(policy: Policy, setting: Setting) -> list[Problem]:
+    problems = unknown_axes(policy, tuple(policy.mesh or _DEFAULT_MESH))
+    if setting.world_size is None and not setting.backends:
+        return problems
     from .lowering.mesh import lower_mesh
     from .lowering.refusals import refuse_by_policy
     from .spec import ModelSpec
 
-    problems: list[Problem] = []
     mesh = {axis: size for axis, size in (policy.mesh or {}).items() if size != 1}
-    if world_size is not None:
+    if setting.world_size is not None:
         nothing = ModelSpec(backend="", family=None, tensors=(), modules=())
-        mesh = dict(lower_mesh(policy, nothing, world_size, problems))
-    for one in chosen:
-        capabilities = one.capabilities(validate_options(policy, one))
+        mesh = dict(lower_mesh(policy, nothing, setting.world_size, problems))
+    for one in setting.backends:
+        capabilities = one.capabilities(_options_of(policy, one))
         problems += refuse_by_policy(policy, mesh, backend=one.name, capabilities=capabilities)
     return problems
 
 
-def _installed() -> list[str]:
+def _options_of(policy: Policy, backend: Backend) -> dict[str, Any]:
+    """The backend's options; its defaults where those written are refused, which is reported already."""
+    try:
+        return validate_options(policy, backend)
+    except MemoptError:
+        return validate_options(Policy(version=1), backend)
+
+
+def _installed() -> tuple[str, ...]:
     """The backends whose frameworks are here; all of them where none is, so that the error names what to install."""
     names = backend_names()
-    return [name for name in names if not missing_frameworks(name)] or list(names)
+    return tuple(name for name in names if not missing_frameworks(name)) or names
 
 
-def _against_workload(
-    policy: Policy, workload: str, candidates: Sequence[Backend], world_size: int | None
-) -> list[Problem]:
-    from .lowering import make_plan
-    from .workloads import load_workload
+def _against_workload(draft: Draft[Policy], policy: Policy, setting: Setting) -> list[Problem]:
+    from .lowering import make_plan, rule_problems
 
-    loaded = load_workload(workload)
-    found: list[list[Problem]] = []
-    for one in candidates:
-        try:
-            spec = inspected(one, loaded)
-            size = world_size or least_world(policy)
-            make_plan(policy, spec, backend=one, world_size=size, options=validate_options(policy, one))
-            found.append([])
-        except MemoptError as error:
-            found.append(list(error.problems))
+    found: list[Sequence[Problem]] = []
+    size = setting.world_size or least_world(policy)
+    for one, spec in zip(setting.backends, setting.models, strict=True):
+        if isinstance(spec, MemoptError):
+            found.append([*spec.problems, *_without_model(policy, Setting((one,), None, setting.world_size))])
+        elif draft.problems:
+            refused = _without_model(policy, Setting((one,)))
+            found.append([*rule_problems(policy, spec, world_size=size), *refused])
+        else:
+            try:
+                make_plan(policy, spec, backend=one, world_size=size, options=validate_options(policy, one))
+                found.append([])
+            except MemoptError as error:
+                found.append(error.problems)
     return _merged(found)
 
 
@@ -121,10 +220,15 @@ def least_world(policy: Policy) -> int:
 
 
 def _merged(found: Sequence[Sequence[Problem]]) -> list[Problem]:
-    """Each problem once; what one backend refuses and another can do is no problem of the policy."""
-    can_all = any(all(problem.code != UNSUPPORTED for problem in problems) for problems in found)
+    """Each problem once.
+
+    A workload is of one framework: backends of the others have no say. And what one backend refuses and another can do
+    is no problem of the policy.
+    """
+    own = [problems for problems in found if all(problem.code != OTHER_BACKEND for problem in problems)] or found
+    can_all = any(all(problem.code != UNSUPPORTED for problem in problems) for problems in own)
     merged: dict[Problem, None] = {}
-    for problems in found:
+    for problems in own:
         for problem in problems:
             if problem.code != UNSUPPORTED or not can_all:
                 merged.setdefault(problem, None)

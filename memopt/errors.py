@@ -102,11 +102,19 @@ def did_you_mean(got: str, allowed: Sequence[str], *, limit: int = 3) -> str | N
     >>> did_you_mean("Decoderblock", ["DecoderBlock", "Linear"])
     'did you mean `DecoderBlock`?'
     """
+    near = close_spellings(got, allowed, limit=limit)
+    return "did you mean " + " or ".join(f"`{name}`" for name in near) + "?" if near else None
+
+
+def close_spellings(got: str, allowed: Sequence[str], *, limit: int = 3) -> list[str]:
+    """The allowed spellings nearest to what was got, best first; case is ignored.
+
+    >>> close_spellings("shrad", ["shard", "keep"])
+    ['shard']
+    """
     by_folded = {name.casefold(): name for name in allowed}
     folded = got.casefold()
     near = difflib.get_close_matches(folded, list(by_folded), n=limit, cutoff=0.6)
-    if not near:
-        return None
     ratios = {name: difflib.SequenceMatcher(None, name, folded).ratio() for name in near}
     near = [name for name in near if ratios[name] >= ratios[near[0]] - _CLOSE]  # the far ones would only distract
-    return "did you mean " + " or ".join(f"`{by_folded[name]}`" for name in near) + "?"
+    return [by_folded[name] for name in near]

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from .model_keys import Path, keys_at, tags_at, value_at
-from .spelling import key_hint, value_hint
+from .spelling import key_hint, meant_key, value_hint
 
 TYPES: Mapping[str, str] = {
     "string_type": "a string",
@@ -72,7 +72,7 @@ def _missing_key(fault: Fault) -> Words:
 
 def _missing_tag(fault: Fault) -> Words:
     tags = _quoted(tags_at(fault.model, fault.path[:-1], fault.data))
-    hint = _similar_present(fault.name, fault.path[:-1], fault.data, [fault.name])
+    hint = _similar_present(fault.name, fault.path[:-1], fault.data, fault.siblings)
     return f"`{fault.name}` is missing; it is one of {tags}", hint
 
 
@@ -83,7 +83,7 @@ def _wrong_tag(fault: Fault) -> Words:
 
 
 def _wrong_literal(fault: Fault) -> Words:
-    allowed = _literals(fault.context["expected"])
+    allowed = literals(fault.context["expected"])
     hint = value_hint(fault.value, allowed) or (f"write `{allowed[0]}`" if len(allowed) == 1 else None)
     return f"got {_shown(fault.value)}; allowed: {_quoted(allowed)}", hint
 
@@ -128,7 +128,7 @@ def _quoted(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _literals(expected: str) -> list[str]:
+def literals(expected: str) -> list[str]:
     """`'a', 'b' or 'c'` as pydantic words it."""
     return [part.strip(" '") for part in expected.replace(" or ", ",").split(",")]
 
@@ -165,7 +165,7 @@ def _similar_present(key: str, path: Path, data: Any, allowed: list[str]) -> str
     if not isinstance(present, Mapping):
         return None
     for name in present:
-        if name not in allowed and f"`{key}`" in key_hint(str(name), [key]):
+        if name not in allowed and meant_key(str(name), allowed) == key:
             return f"`{name}` is there: is it meant to be `{key}`?"
     return f"add `{key}: {'1' if key == 'version' else '...'}`"
 

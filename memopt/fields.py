@@ -22,7 +22,8 @@ def as_tuple(value: Any) -> Any:
         raise PydanticCustomError("empty-list", text, {"hint": "leave the key out to select everything"})
     repeated = next((entry for i, entry in enumerate(value) if entry in value[:i]), None)
     if repeated is not None:
-        raise PydanticCustomError("said-twice", "`{value}` is listed twice", {"value": repeated, "hint": "remove one"})
+        context = {"value": repeated, "repeated": repeated, "hint": "remove one"}
+        raise PydanticCustomError("said-twice", "`{value}` is listed twice", context)
     return tuple(value)
 
 

@@ -2,23 +2,68 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from .backend import Backend
 from .errors import MemoptError, Problem, did_you_mean
+from .mending import Judged, judge
+from .model_keys import Path as Place
 from .policy import Policy
 from .policy_checks import check_data, complete_options
 from .source import Source
-from .validation import problems_of
 from .yaml_nodes import parse
 
 Model = TypeVar("Model", bound=BaseModel)
 DocumentSource = str | Path | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Document:
+    """What was read, before it is judged.
+
+    Attributes:
+        data: Plain data.
+        place: Where each value is.
+        problems: What could not be read as data.
+        faulty: Values that could not be read, and are None in `data`.
+        incomplete: Mappings of which a key could not be read.
+    """
+
+    data: Any
+    place: Source
+    problems: tuple[Problem, ...] = ()
+    faulty: frozenset[Place] = frozenset()
+    incomplete: frozenset[Place] = frozenset()
+
+
+@dataclass(frozen=True)
+class Draft(Generic[Model]):
+    """A document with its faults.
+
+    Attributes:
+        value: The model; with problems, of what is left, so that the rest can be judged; None where nothing is.
+        problems: Every fault, in the order of the file.
+        mended: Places where `value` holds something else than what was written.
+    """
+
+    value: Model | None
+    problems: tuple[Problem, ...]
+    mended: frozenset[Place]
+
+    def sound(self) -> Model:
+        """The model.
+
+        Raises:
+            MemoptError: With every problem, where there are any.
+        """
+        if self.problems or self.value is None:
+            raise MemoptError(self.problems)
+        return self.value
 
 
 def load_policy(source: DocumentSource | Policy) -> Policy:
@@ -29,16 +74,20 @@ def load_policy(source: DocumentSource | Policy) -> Policy:
     """
     if isinstance(source, Policy):
         return source
-    data, place = read_document(source)
-    problems = check_data(data, place)
-    try:
-        policy = _validated(data, Policy, place).with_source(place)
-    except MemoptError as error:
-        together = sorted([*error.problems, *problems], key=lambda problem: (problem.line or 0, problem.column or 0))
-        raise MemoptError(together) from None
-    if problems:
-        raise MemoptError(problems)
-    return policy
+    return draft_policy(source).sound()
+
+
+def draft_policy(source: DocumentSource) -> Draft[Policy]:
+    """A policy and everything that is wrong with it by itself.
+
+    Raises:
+        MemoptError: Where there is no document to judge: see `read_document`.
+    """
+    document = read_document(source)
+    judged = _judged(document, Policy)
+    problems = [*document.problems, *judged.problems, *check_data(judged.data, judged.place, reported=judged.mended)]
+    policy = None if judged.value is None else judged.value.with_source(judged.place)
+    return Draft(policy, _in_order(problems), judged.mended)
 
 
 def load_document(source: DocumentSource, model: type[Model]) -> Model:
@@ -47,18 +96,36 @@ def load_document(source: DocumentSource, model: type[Model]) -> Model:
     Raises:
         MemoptError: With every problem found.
     """
-    data, place = read_document(source)
-    return _validated(data, model, place)
+    return draft_document(source, model).sound()
 
 
-def read_document(source: DocumentSource) -> tuple[Any, Source]:
+def draft_document(source: DocumentSource, model: type[Model]) -> Draft[Model]:
+    """The model and everything that is wrong with it by itself.
+
+    Raises:
+        MemoptError: Where there is no document to judge: see `read_document`.
+    """
+    document = read_document(source)
+    judged = _judged(document, model)
+    return Draft(judged.value, _in_order([*document.problems, *judged.problems]), judged.mended)
+
+
+def _judged(document: Document, model: type[Model]) -> Judged[Model]:
+    return judge(document.data, model, document.place, reported=document.faulty, incomplete=document.incomplete)
+
+
+def _in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    return tuple(sorted(problems, key=lambda problem: (problem.line or 0, problem.column or 0)))
+
+
+def read_document(source: DocumentSource) -> Document:
     """Plain data and where each value is.
 
     Raises:
         MemoptError: `not-a-source`, `file-not-found`, `file-unreadable`, and what `yaml_nodes.parse` raises.
     """
     if isinstance(source, Mapping):
-        return _plain(source), Source()
+        return Document(_plain(source), Source())
     if not isinstance(source, str | Path):
         kind = type(source).__qualname__
         raise MemoptError.of("not-a-source", f"got a `{kind}`; a path, a mapping or the model itself is read")
@@ -74,7 +141,7 @@ def read_document(source: DocumentSource) -> tuple[Any, Source]:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else (error.strerror or str(error))
         raise MemoptError(Problem("file-unreadable", f"cannot be read: {reason}", file=file)) from None
     parsed = parse(text, file=file)
-    return parsed.data, Source(file, parsed.places)
+    return Document(parsed.data, Source(file, parsed.places), parsed.problems, parsed.faulty, parsed.incomplete)
 
 
 def _missing(path: Path) -> Problem:
@@ -89,18 +156,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-
-def _validated(data: Any, model: type[Model], place: Source) -> Model:
-    try:
-        text = json.dumps(data, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        message = f"the mapping holds something that YAML cannot: {error}"
-        raise MemoptError(Problem("not-plain-data", message, file=place.file)) from None
-    try:
-        return model.model_validate_json(text, strict=True)  # python mode would take "yes" for true
-    except ValidationError as error:
-        raise MemoptError(problems_of(error, model, data, place)) from None
 
 
 def validate_options(policy: Policy, backend: Backend) -> dict[str, Any]:

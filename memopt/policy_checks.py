@@ -1,25 +1,31 @@
-"""What can be judged of a policy's data before it is valid: names given twice, mesh sizes, backends' options."""
+"""What is judged of a policy beside its models: names given twice, mesh sizes, axes, backends' options."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
-
-from pydantic import ValidationError
 
 from .backend import Backend, backend_names, load_backend
 from .errors import MemoptError, Problem, did_you_mean
+from .mending import judge
+from .model_keys import Path
+from .policy import Policy
 from .source import Source
-from .validation import problems_of
+from .spelling import meant_key
 
 
-def check_data(data: Any, place: Source) -> list[Problem]:
-    """Every such problem; what is of the wrong type is left to the policy's models."""
+def check_data(data: Any, place: Source, *, reported: Collection[Path] = ()) -> list[Problem]:
+    """Every such problem; what is of the wrong type is left to the policy's models.
+
+    Args:
+        data: The policy's plain data.
+        place: Where each value is.
+        reported: Places that a problem was reported of before.
+    """
     if not isinstance(data, Mapping):
         return []
-    return [*_names(data.get("rules"), place), *_mesh(data.get("mesh"), place), *_options(data, place)]
+    return [*_names(data.get("rules"), place), *_mesh(data.get("mesh"), place), *_options(data, place, reported)]
 
 
 def _names(rules: Any, place: Source) -> list[Problem]:
@@ -66,23 +72,24 @@ def _mesh(mesh: Any, place: Source) -> list[Problem]:
     return problems
 
 
-def _options(data: Mapping[str, Any], place: Source) -> list[Problem]:
-    """Each backend's options by that backend's own model."""
+def _options(data: Mapping[str, Any], place: Source, reported: Collection[Path]) -> list[Problem]:
+    """Each backend's options by that backend's own model; those of a misspelt backend by the one that is meant."""
     written = data.get("backend_options")
     if not isinstance(written, Mapping) or not written:
         return []
     problems: list[Problem] = []
     known = backend_names()
     for name, options in written.items():
+        meant = name
         if name not in known:
             message = f"no backend is called `{name}`; there are {', '.join(known) or 'none'}"
             at = place.at(("backend_options", name))
             problems.append(Problem("unknown-backend", message, hint=did_you_mean(name, known), **at))
-        elif isinstance(options, Mapping):
-            try:
-                complete_options(load_backend(name), options, place)
-            except MemoptError as error:
-                problems.extend(error.problems)
+            meant = meant_key(name, [one for one in known if one not in written])
+        if meant is not None and isinstance(options, Mapping):
+            prefix = ("backend_options", name)
+            inside = [path[2:] for path in reported if path[:2] == prefix and len(path) > 2]
+            problems += judge(options, load_backend(meant).options(), place, prefix=prefix, reported=inside).problems
     return problems
 
 
@@ -92,9 +99,29 @@ def complete_options(backend: Backend, written: Mapping[str, Any], place: Source
     Raises:
         MemoptError: With every problem found.
     """
-    model = backend.options()
-    try:
-        return model.model_validate_json(json.dumps(written), strict=True).model_dump(mode="json")
-    except ValidationError as error:
-        prefix = ("backend_options", backend.name)
-        raise MemoptError(problems_of(error, model, written, place, prefix=prefix)) from None
+    judged = judge(written, backend.options(), place, prefix=("backend_options", backend.name))
+    if judged.problems or judged.value is None:
+        raise MemoptError(judged.problems)
+    return judged.value.model_dump(mode="json")
+
+
+def unknown_axes(policy: Policy, axes: Collection[str], *, existing: Collection[str] = ()) -> list[Problem]:
+    """Rules that shard over an axis nobody has.
+
+    Args:
+        policy: The policy.
+        axes: The mesh's.
+        existing: Axes the model is sharded over already.
+    """
+    return [
+        Problem(
+            "unknown-axis",
+            f"rule `{rule.name}` shards over `{axis}`, which the mesh does not have; its axes are {', '.join(axes)}",
+            hint=did_you_mean(axis, list(axes)) or f"add it: `mesh: {{{axis}: -1}}`",
+            **policy.source.at(("rules", i, "axis")),
+        )
+        for i, rule in enumerate(policy.rules)
+        if rule.action == "shard"
+        for axis in rule.axes
+        if axis not in axes and axis not in existing
+    ]

@@ -103,7 +103,12 @@ class Match(StrictModel):
             raise PydanticCustomError(
                 "selectors-contradict",
                 "`{selector}` selects activations, `role` asks for {others}",
-                {"selector": naming[0], "others": others, "hint": "leave `role` out, or select parameters by `path`"},
+                {
+                    "selector": naming[0],
+                    "others": others,
+                    "drop": "role",
+                    "hint": "leave `role` out, or select parameters by `path`",
+                },
             )
         return self
 
@@ -117,7 +122,13 @@ class Match(StrictModel):
                     raise PydanticCustomError(
                         "said-twice",
                         "`{one}` and `{other}` are two spellings of one pattern",
-                        {"one": twin, "other": pattern, "key": key, "hint": "write the one without `model.`"},
+                        {
+                            "one": twin,
+                            "other": pattern,
+                            "key": key,
+                            "repeated": pattern,
+                            "hint": "write the one without `model.`",
+                        },
                     )
         return self
 

@@ -25,6 +25,11 @@ class Source:
     def __hash__(self) -> int:
         return 0
 
+    def renamed(self, old: tuple[str | int, ...], new: tuple[str | int, ...]) -> Source:
+        """The places of `old` and of what is in it, under `new` too: a key read as another one."""
+        moved = {(*new, *path[len(old) :]): at for path, at in self.places.items() if path[: len(old)] == old}
+        return Source(self.file, {**self.places, **moved})
+
     def at(self, path: tuple[str | int, ...]) -> dict[str, Any]:
         """The `path`, `file`, `line` and `column` of a `Problem`; the nearest enclosing place where there is none."""
         known = path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .errors import did_you_mean
+from .errors import close_spellings, did_you_mean
 
 OTHER_NAMES: Mapping[str, str] = {
     # keys of other tools -> where the thing is said here
@@ -148,6 +148,23 @@ def key_hint(got: str, allowed: Sequence[str]) -> str:
     if meant is None or folded in allowed:
         return near or listing
     return f"here that is {meant}" + (f"; {near}" if near and near.split("`")[1] not in meant else "")
+
+
+def meant_key(got: str, allowed: Sequence[str]) -> str | None:
+    """The one allowed key that a misspelt one is near to; None for another tool's key, or where several are as near."""
+    folded = got.casefold().replace("-", "_")
+    near = close_spellings(folded, allowed)
+    return near[0] if len(near) == 1 and (folded not in OTHER_NAMES or folded in allowed) else None
+
+
+def meant_value(got: object, allowed: Sequence[str]) -> str | None:
+    """The one allowed value that was meant, by another tool's name or by spelling."""
+    if not isinstance(got, str):
+        return None
+    folded = got.casefold().replace("-", "_")
+    meant = OTHER_VALUES.get(folded)
+    near = [meant] if meant is not None and meant in allowed else close_spellings(folded, allowed)
+    return near[0] if len(near) == 1 else None
 
 
 def value_hint(got: object, allowed: Sequence[str]) -> str | None:

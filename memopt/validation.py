@@ -1,8 +1,9 @@
-"""What pydantic found, as problems: place, what was got, what is allowed, the nearest."""
+"""What pydantic found, as faults with their place in the data, and as problems: what was got, what is allowed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -23,38 +24,55 @@ _CODES: Mapping[str, str] = {
 }
 
 
-def problems_of(
-    error: ValidationError, model: type[BaseModel], data: Any, place: Source, *, prefix: Path = ()
-) -> list[Problem]:
-    """One problem per fault; the several complaints of a union's members about one value are one problem.
+@dataclass(frozen=True)
+class Found:
+    """One complaint of pydantic's, placed in the data.
 
-    Args:
-        error: From `model_validate_json`.
-        model: The model that was asked for.
-        data: What it was given.
-        place: Where the data came from.
-        prefix: Where the data is in its file.
+    Attributes:
+        path: The key or value it is about.
+        kind: pydantic's type of error, or the code of a check of ours.
+        text: pydantic's words.
+        context: What goes with them.
     """
-    faults = [
-        (_data_path(fault["loc"], data, is_absent=fault["type"] == "missing"), fault)
-        for fault in error.errors(include_url=False)
-    ]
-    paths = [path for path, _ in faults]
-    problems: dict[tuple[Path, str], Problem] = {}
-    for path, fault in faults:
-        is_counted_after_faults = fault["type"] == "too_short" and any(
-            len(other) > len(path) and other[: len(path)] == path for other in paths
+
+    path: Path
+    kind: str
+    text: str
+    context: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it comes from a check of ours, which carries code, message and hint."""
+        return self.kind not in EXPLANATIONS
+
+
+def faults_of(error: ValidationError, data: Any) -> list[Found]:
+    """One fault for each thing that is wrong; the complaints of a union's members about one value are one."""
+    every = [_found(fault, data) for fault in error.errors(include_url=False)]
+    paths = [fault.path for fault in every]
+    kept: dict[tuple[Path, str], Found] = {}
+    for fault in every:
+        is_counted_after_faults = fault.kind == "too_short" and any(
+            len(other) > len(fault.path) and other[: len(fault.path)] == fault.path for other in paths
         )
-        if is_counted_after_faults:
+        if is_counted_after_faults or any(known == fault.path and _is_type_fault(kind) for known, kind in kept):
             continue
-        problem = _problem(path, fault, model, data, place, prefix)
-        if not any(known == path and _is_type_fault(code) for known, code in problems):
-            problems.setdefault((path, fault["type"]), problem)
-    return sorted(problems.values(), key=lambda problem: (problem.line or 0, problem.column or 0))
+        kept.setdefault((fault.path, fault.kind), fault)
+    return list(kept.values())
 
 
 def _is_type_fault(kind: str) -> bool:
     return kind in TYPES or kind in BOUNDS
+
+
+def _found(fault: Any, data: Any) -> Found:
+    kind, context = fault["type"], fault.get("ctx", {})
+    path = _data_path(fault["loc"], data, is_absent=kind == "missing")
+    if kind.startswith("union_tag"):
+        path = (*path, context["discriminator"].strip("'"))
+    if kind not in EXPLANATIONS and "key" in context:  # a check of ours says where it is inside
+        path = (*path, *context["key"].split("."))
+    return Found(path, kind, fault["msg"], context)
 
 
 def _data_path(loc: tuple[int | str, ...], data: Any, *, is_absent: bool) -> Path:
@@ -75,16 +93,19 @@ def _data_path(loc: tuple[int | str, ...], data: Any, *, is_absent: bool) -> Pat
     return tuple(path)
 
 
-def _problem(path: Path, fault: Any, model: type[BaseModel], data: Any, place: Source, prefix: Path) -> Problem:
-    kind, context = fault["type"], fault.get("ctx", {})
-    if kind.startswith("union_tag"):
-        path = (*path, context["discriminator"].strip("'"))
-    one = Fault(kind, path, fault["msg"], context, model, data)
-    explain = EXPLANATIONS.get(kind)
-    if explain is not None:
-        code = _CODES.get(kind) or ("wrong-type" if kind in TYPES else "wrong-value")
-        message, hint = explain(one)
-    else:  # our own checks carry code, message, hint and, where it is inside, the key
-        code, message, hint = kind, one.text, context.get("hint")
-        path = (*path, *context["key"].split(".")) if "key" in context else path
-    return Problem(code, message, hint=hint, **place.at((*prefix, *path)))
+def problem_of(found: Found, model: type[BaseModel], data: Any, place: Source, *, prefix: Path = ()) -> Problem:
+    """The fault in words.
+
+    Args:
+        found: From `faults_of`.
+        model: The model that was asked for.
+        data: What it was given.
+        place: Where the data came from.
+        prefix: Where the data is in its file.
+    """
+    if found.is_ours:
+        code, message, hint = found.kind, found.text, found.context.get("hint")
+    else:
+        code = _CODES.get(found.kind) or ("wrong-type" if found.kind in TYPES else "wrong-value")
+        message, hint = EXPLANATIONS[found.kind](Fault(found.kind, found.path, found.text, found.context, model, data))
+    return Problem(code, message, hint=hint, **place.at((*prefix, *found.path)))

@@ -32,18 +32,29 @@ _TAGS = {f"tag:yaml.org,2002:{kind}": kind for kind in ("null", "bool", "int", "
 
 @dataclass(frozen=True)
 class Parsed:
-    """Plain data, and where each value is: path -> line and column, from 1 (a mapping's value: its key)."""
+    """Plain data, where each value is, and what of the text could not be read as data.
+
+    Attributes:
+        data: Plain data; None where a value could not be read.
+        places: Path -> line and column, from 1 (a mapping's value: its key).
+        problems: `yaml-duplicate-key`, `yaml-tag`, `yaml-merge-key`, `yaml-key`.
+        faulty: Values that could not be read.
+        incomplete: Mappings of which a key could not be read.
+    """
 
     data: Any
     places: Places
+    problems: tuple[Problem, ...] = ()
+    faulty: frozenset[Path] = frozenset()
+    incomplete: frozenset[Path] = frozenset()
 
 
 def parse(text: str, *, file: str | None) -> Parsed:
     """Plain data of one YAML document.
 
     Raises:
-        MemoptError: `file-too-large`, `yaml-syntax`, `yaml-documents`, `yaml-empty`, `yaml-aliases`, `yaml-too-deep`;
-            all at once: `yaml-duplicate-key`, `yaml-tag`, `yaml-merge-key`, `yaml-key`.
+        MemoptError: `file-too-large`, `yaml-syntax`, `yaml-documents`, `yaml-empty`, `yaml-aliases`, `yaml-too-deep`:
+            what leaves nothing to read. The rest is in the result's `problems`.
     """
     if len(text.encode()) > MAX_TEXT_BYTES:
         raise MemoptError(Problem("file-too-large", f"more than {MAX_TEXT_BYTES} bytes of YAML", file=file))
@@ -53,9 +64,9 @@ def parse(text: str, *, file: str | None) -> Parsed:
     root = _compose(yaml, text, file)
     builder = _Builder(file, yaml.constructor)
     data = builder.build(root, (), 0)
-    if builder.problems:
-        raise MemoptError(builder.problems)
-    return Parsed(data, builder.places)
+    return Parsed(
+        data, builder.places, tuple(builder.problems), frozenset(builder.faulty), frozenset(builder.incomplete)
+    )
 
 
 def _compose(yaml: YAML, text: str, file: str | None) -> Node:
@@ -127,6 +138,8 @@ class _Builder:
         self._num_nodes = 0
         self.places: Places = {}
         self.problems: list[Problem] = []
+        self.faulty: set[Path] = set()
+        self.incomplete: set[Path] = set()
 
     def build(self, node: Node, path: Path, depth: int) -> Any:
         self._num_nodes += 1
@@ -151,12 +164,14 @@ class _Builder:
             key = key_node.value
             if not isinstance(key_node, ScalarNode) or not isinstance(key, str):
                 self.problems.append(self._problem("yaml-key", "a key must be a plain word", key_node, path))
+                self.incomplete.add(path)
                 continue
             here = (*path, key)
             if key_node.tag == "tag:yaml.org,2002:merge":
                 hint = "write the keys out; an alias may stand for a whole value"
                 message = "merge keys (`<<`) are not part of YAML 1.2"
                 self.problems.append(self._problem("yaml-merge-key", message, key_node, here, hint=hint))
+                self.incomplete.add(path)
                 continue
             if key in data:
                 first = self.places[here][0]
@@ -178,10 +193,10 @@ class _Builder:
             value = getattr(self._scalars, f"construct_yaml_{kind}")(node)
         except (ValueError, KeyError, IndexError):
             message = f"`{node.value}` cannot be read as {kind}"
-            self.problems.append(self._problem("yaml-tag", message, node, path, hint="put quotes around a string"))
+            self._refuse_value(message, node, path, hint="put quotes around a string")
             return None
         if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-            self.problems.append(self._problem("yaml-tag", f"`{node.value}` is not a finite number", node, path))
+            self._refuse_value(f"`{node.value}` is not a finite number", node, path)
             return None
         return value
 
@@ -189,7 +204,11 @@ class _Builder:
         name = str(node.tag).removeprefix("tag:yaml.org,2002:")[:80]
         message = f"a value of type `{name}`; there are strings, numbers, true, false, null, lists and mappings"
         hint = "put quotes around a string" if isinstance(node, ScalarNode) else "write it without a tag"
+        self._refuse_value(message, node, path, hint=hint)
+
+    def _refuse_value(self, message: str, node: Node, path: Path, *, hint: str | None = None) -> None:
         self.problems.append(self._problem("yaml-tag", message, node, path, hint=hint))
+        self.faulty.add(path)
 
     def _problem(self, code: str, message: str, node: Node, path: Path, *, hint: str | None = None) -> Problem:
         dotted = ".".join(str(part) for part in path[:12]) or None

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import Problem
+from ..errors import MemoptError, Problem
 
 
 def validate(
@@ -19,14 +19,21 @@ def validate(
     as_json: Annotated[bool, typer.Option("--json", help="`ok` and `problems` as JSON on stdout.")] = False,
 ) -> None:
     """Check policy files: keys, values, and with a workload whether each rule does something."""
-    from ..checking import policy_problems
+    from ..checking import Setting, problems_in
 
+    amiss: tuple[Problem, ...] = ()  # with the arguments: the files are judged without them
+    try:
+        setting = Setting.prepare(workload=workload, backend=backend, world_size=world_size)
+    except MemoptError as error:
+        setting, amiss = Setting(world_size=world_size), error.problems
     problems: list[Problem] = []
     for file in files:
-        found = policy_problems(file, workload=workload, backend=backend, world_size=world_size)
-        problems += found
-        if not found and not as_json:
+        found = problems_in(file, setting)
+        problems += [problem for problem in found if problem not in problems]
+        if not found and not amiss and not as_json:
             print(f"{file}: ok")
+    if amiss:
+        raise MemoptError([*amiss, *problems])
     from . import report
 
     if problems or as_json:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..backend import backend_names
 from ..errors import MemoptError, Problem, did_you_mean
-from ..loading import load_document
+from ..loading import draft_document
 
 MINIMUM_STEPS = 2  # the optimizer's state exists from the second on, and with it the peak
 Count = Annotated[int, Field(ge=1)]
@@ -75,7 +75,10 @@ def load_run(source: str | Path | Mapping[str, Any], *, steps: int | None = None
             `compare-too-few-steps`, `unknown-backend`.
     """
     base = Path() if isinstance(source, Mapping) else Path(source).parent
-    run = load_document(source, RunConfig)
+    draft = draft_document(source, RunConfig)
+    run = draft.value
+    if run is None:
+        raise MemoptError(draft.problems)
     problems = [*_unknown_backends(run), *_same_names(run)]
     if steps is not None and steps < MINIMUM_STEPS:
         problems.append(
@@ -92,6 +95,8 @@ def load_run(source: str | Path | Mapping[str, Any], *, steps: int | None = None
     for index, policy in enumerate(run.policies):
         policies.append(_found(policy, base, f"policies.{index}", problems))
     text = tuple(pattern if Path(pattern).is_absolute() else str(base.resolve() / pattern) for pattern in run.data.text)
+    made_up = {".".join(str(part) for part in place) for place in draft.mended}
+    problems = [*draft.problems, *(one for one in problems if one.path not in made_up)]
     if problems:
         raise MemoptError(problems)
     return run.model_copy(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from memopt.applied import Check
+from memopt.backend import Capabilities
 from memopt.cli import COMMANDS, main
 from memopt.errors import Problem
 
@@ -91,6 +92,68 @@ def test_a_world_is_checked_without_a_model(capsys, tmp_path) -> None:
     assert (code, problem["code"], problem["line"]) == (1, "mesh-world", 2)
 
 
+@pytest.mark.parametrize(
+    "mesh, rule_axis, told",
+    [
+        ("mesh: {fsdp: 2, expert: 2}", "exprt", True),
+        ("mesh: {fsdp: 2, expert: 2}", "expert", False),
+        ("", "expert", True),
+        ("", "fsdp", False),
+        ("mesh: {dp: -1}", "fsdp", True),
+    ],
+)
+def test_an_axis_that_the_mesh_lacks_is_told_without_a_model(capsys, tmp_path, mesh, rule_axis, told) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text(
+        f"version: 1\n{mesh}\nrules:\n  - {{name: a, action: shard, match: {{role: param}}, axis: {rule_axis}}}\n"
+    )
+    code, out, _ = run(capsys, "validate", str(file), "--json")
+    found = [(problem["code"], problem["line"], problem["path"]) for problem in json.loads(out)["problems"]]
+    assert (code, found) == ((1, [("unknown-axis", 4, "rules.0.axis")]) if told else (0, []))
+
+
+def test_what_is_wrong_with_a_file_hides_nothing_of_the_others_or_of_the_arguments(capsys, good, bad, tmp_path) -> None:
+    tabs = tmp_path / "tabs.yaml"
+    tabs.write_text("version: 1\n\trules: []\n")
+    axis = tmp_path / "axis.yaml"
+    axis.write_text("version: 1\nmesh: {fsdp: 3}\nrules: [{name: a, action: shard, match: {rol: x}, axis: fdsp}]\n")
+    arguments = ("--workload", "nowhere.yaml", "--backend", "jx", "--world-size", "2", "--json")
+    code, out, _ = run(capsys, "validate", str(tabs), good, bad, str(axis), "none.yaml", *arguments)
+    found = [problem["code"] for problem in json.loads(out)["problems"]]
+    assert (code, found[:2]) == (1, ["workload-not-found", "unknown-backend"])
+    expected = ["yaml-syntax", "unknown-key", "mesh-world", "unknown-key", "unknown-axis", "file-not-found"]
+    assert found[2:] == expected
+
+
+def test_a_fault_of_the_policy_hides_no_rule_that_matches_nothing(
+    capsys, tmp_path, fake_backend, everything, llama_spec, monkeypatch
+) -> None:
+    class Fake(fake_backend):
+        def inspect_workload(self, workload):
+            return llama_spec()
+
+    lacks = Fake(supported=everything - {"accumulate"})
+    monkeypatch.setattr("memopt.checking.load_backend", lambda name: lacks)
+    monkeypatch.setattr("memopt.workloads.load_workload", lambda reference: reference)
+    file = tmp_path / "policy.yaml"
+    file.write_text(
+        "version: 1\n"
+        "accumulate: {steps: 4}\n"
+        "rules:\n"
+        "  - {name: a, action: shrad, match: {role: param, path: nowhere}}\n"
+        "  - {name: b, action: shard, match: {role: param, path: nowhere}}\n"
+        "  - {name: c, action: shard, match: {role: param}, axis: fdsp}\n"
+    )
+    arguments = ("--workload", "w", "--backend", "fake", "--json")
+    _, out, _ = run(capsys, "validate", str(file), *arguments)
+    assert [(problem["code"], problem["line"]) for problem in json.loads(out)["problems"]] == [
+        ("unsupported-by-backend", 2),
+        ("wrong-value", 4),
+        ("dead-rule", 5),
+        ("unknown-axis", 6),
+    ]
+
+
 def test_what_a_backend_cannot_do_is_refused_without_a_model(
     capsys, tmp_path, fake_backend, everything, monkeypatch
 ) -> None:
@@ -146,7 +209,7 @@ def test_a_framework_that_turns_out_to_be_missing_is_one_line_too(capsys, good, 
     def missing(*arguments, **keywords):
         raise ModuleNotFoundError("No module named 'flax'", name="flax.nnx")
 
-    monkeypatch.setattr("memopt.checking.policy_problems", missing)
+    monkeypatch.setattr("memopt.checking.problems_in", missing)
     code, _, err = run(capsys, "validate", good)
     assert (code, err) == (1, "[extra-missing] flax.nnx not installed\n  next: pip install 'memopt[jax]'\n")
 
@@ -313,6 +376,9 @@ def test_what_a_workload_raises_is_one_problem_that_names_its_line(
 
         def options(self):
             return None
+
+        def capabilities(self, options):
+            return Capabilities(frozenset({"shard:param"}))
 
         def inspect_workload(self, workload):
             workload.loss(workload.model(), workload.batch)

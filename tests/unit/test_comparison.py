@@ -298,3 +298,18 @@ def test_a_policy_named_as_a_baseline_is_refused(tmp_path: Path) -> None:
                 "backends": ["torch"],
             }
         )
+
+
+def test_a_fault_of_the_run_file_hides_no_missing_policy(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "workload: none.yaml\npolicies: [5, none.yaml]\nbackends: [jx]\nstep: 3\n", encoding="utf-8"
+    )
+    with pytest.raises(MemoptError) as error:
+        memopt.comparing.run.load_run(tmp_path / "run.yaml")
+    assert [(problem.code, problem.path) for problem in error.value.problems] == [
+        ("wrong-type", "policies.0"),
+        ("unknown-key", "step"),
+        ("unknown-backend", "backends.0"),
+        ("compare-no-such-file", "workload"),
+        ("compare-no-such-file", "policies.1"),
+    ]

@@ -142,6 +142,55 @@ def test_every_problem_is_reported_at_once_in_order(tmp_path: Path) -> None:
     ]
 
 
+def test_a_misspelt_action_hides_no_fault_of_its_rule(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("version: 1\nrules:\n  - {name: v, action: shrad, match: {rol: x}}\n")
+    with pytest.raises(MemoptError) as error:
+        load_policy(file)
+    assert [(p.code, p.path, p.line, p.column, p.hint) for p in error.value.problems] == [
+        ("wrong-value", "rules.0.action", 3, 15, "did you mean `shard`?"),
+        ("unknown-key", "rules.0.match.rol", 3, 38, "did you mean `role`?"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "rule, expected",
+    [
+        ("{name: v, match: {rol: x}}", ["action", "match.rol"]),
+        ("{name: v, acton: shard, match: {rol: x}}", ["action", "match.rol"]),
+        ("{name: v, action: zzz, match: {pth: x}, fraction: 60}", ["action", "match.pth", "fraction"]),
+        ("{name: v, action: zzz, match: {}, fraction: 0.5}", ["action"]),
+        ("{name: v, action: shard, mtach: {rol: x}}", ["match", "mtach", "match.rol"]),
+        ("{name: v, action: recompute, match: {role: param, zzz: 1}}", ["match.role", "match.zzz"]),
+        ("{name: v, action: keep, match: {layers: {every: 0, offset: 1}}}", ["match.layers.every"]),
+        ("{name: v, action: keep, match: {role: [param, prm, zzz]}}", ["match.role.1", "match.role.2"]),
+        ("{name: v, action: keep, match: {min_bytes: 5 lots, op: [x]}}", ["match.min_bytes", "match.op.0"]),
+        ("{name: v, action: keep, match: {role: !!binary x, pth: y}}", ["match.role", "match.pth"]),
+        ("{name: v, action: keep, <<: {}, match: {rol: y}}", ["<<", "match.rol"]),
+    ],
+)  # fmt: skip
+def test_what_follows_from_a_fault_alone_is_not_reported(rule: str, expected: list[str], tmp_path: Path) -> None:
+    found = [path for _, _, path in problems(f"version: 1\nrules:\n  - {rule}\n", tmp_path)]
+    assert found == [f"rules.0.{path}" for path in expected]
+
+
+def test_a_misspelt_block_is_judged_as_the_block_it_is_near_to(tmp_path: Path) -> None:
+    text = "version: 1\nrule:\n  - {name: v, action: shrad, match: {}}\nunit_default: {prefetch: {forwrd: 1}}\n"
+    assert [path for _, _, path in problems(text, tmp_path)] == [
+        "rule",
+        "rules.0.action",
+        "unit_default",
+        "unit_defaults.prefetch.forwrd",
+    ]
+
+
+def test_a_thousand_faults_are_told_in_a_second(tmp_path: Path) -> None:
+    rules = "\n".join(f"  - {{name: r{i}, action: shrad, match: {{rol: x}}}}" for i in range(500))
+    started = time.process_time()
+    assert len(problems(f"version: 1\nrules:\n{rules}\n", tmp_path)) >= 500
+    assert time.process_time() - started < 20
+
+
 @pytest.mark.parametrize(
     "value, nbytes",
     [("70GiB", 70 << 30), ("70GB", 70 * 10**9), ("1024", 1024), ("512MiB", 512 << 20), ("1.5 GiB", 3 << 29)],
