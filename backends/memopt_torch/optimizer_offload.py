@@ -14,131 +14,22 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memopt.errors import MemoptError, did_you_mean
+from memopt.errors import MemoptError
 from memopt.plan import Plan
 
-from .measure import is_wrapper_type, register_host_storage
-from .sharded import ShardedTensor, local_tensor
+from .measure import register_host_storage
+from .offloadable import check_optimizer
+from .state_buckets import Bucket, Member, buckets_of, is_moved, on_host, plain, wrapped
 from .streams import Streams, Ticket, streams_for
 
 UpdateOn = Literal["device", "host"]
-_BUCKET_BYTES = 64 * 2**20
-_MIN_BUCKETS = 8
-# torch.optim's optimizers whose update of a parameter reads nothing but it, its gradient and its own state.
-_BY_PARAMETER = frozenset(
-    {
-        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
-        "Rprop", "SGD",
-    }
-)  # fmt: skip
-_NEVER = {
-    "LBFGS": "its update couples all parameters",
-    "SparseAdam": "its state follows sparse gradients",
-}
 _FUSED_ON_CPU = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
-
-
-def check_optimizer(optimizer: Optimizer, plan: Plan) -> None:
-    """Refuse optimizers whose state cannot be offloaded, before the first step.
-
-    Raises:
-        MemoptError: `optimizer-not-offloadable`, with what would work.
-    """
-    name = type(optimizer).__name__
-    rules = sorted(
-        {row.rule for row in plan.rows_of("optimizer_state") if row.memory_kind == "pinned_host" and row.rule}
-    )
-    rule = f"rule `{rules[0]}`" if rules else "the policy"
-    if name in _NEVER:
-        raise MemoptError.of(
-            "optimizer-not-offloadable",
-            f"{rule} offloads optimizer state, which `{name}` cannot do: {_NEVER[name]}",
-            hint="use an optimizer that updates each parameter by itself (Adam, AdamW, SGD ...), or take the rule out",
-        )
-    trusted = tuple((plan.options.get("offload") or {}).get("trusted_optimizers") or ())
-    is_torchs = type(optimizer).__module__.startswith("torch.optim") and name in _BY_PARAMETER
-    if not is_torchs and name not in trusted:
-        near = did_you_mean(name, sorted(_BY_PARAMETER))
-        raise MemoptError.of(
-            "optimizer-not-offloadable",
-            f"{rule} offloads optimizer state; whether `{type(optimizer).__module__}.{name}` updates each parameter "
-            "by itself is not known, and running it bucket by bucket could be wrong without a sign",
-            hint="if its update of a parameter reads nothing but that parameter, its gradient and its state (and "
-            "counts no steps of its own in a parameter group), say so: "
-            f"backend_options.torch.offload.trusted_optimizers: [{name}]" + (f"; {near}" if near else ""),
-        )
-
-
-def _on_host(like: torch.Tensor) -> torch.Tensor:
-    """An empty host buffer of the same size and dtype, pinned where that matters."""
-    buffer = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
-    register_host_storage(buffer)
-    return buffer
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that holds a wrapper's bytes on this rank; a plain tensor itself."""
-    if isinstance(tensor, ShardedTensor) or isinstance(getattr(tensor, "data", None), ShardedTensor):
-        return local_tensor(tensor)
-    if is_wrapper_type(type(tensor)):
-        return getattr(tensor, "_local_tensor")  # noqa: B009  # DTensor: no public accessor without a gradient
-    return tensor
-
-
-def _wrapped(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`local` in the kind of wrapper that `like` is."""
-    if isinstance(like, ShardedTensor):
-        return ShardedTensor(local, like.slice)
-    if is_wrapper_type(type(like)):
-        from torch.distributed.tensor import DTensor
-
-        assert isinstance(like, DTensor)
-        return DTensor(local, like._spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
-    return local
-
-
-@dataclass(eq=False)
-class _Member:
-    """One parameter whose state lives on the host.
-
-    Attributes:
-        parameter: What the optimizer holds.
-        group: Number of its parameter group.
-        master: Its value on the host (`update_on: host` only).
-        version: The parameter's version that `master` belongs to.
-        returning: The copy that last read `master`.
-    """
-
-    parameter: nn.Parameter
-    group: int
-    master: nn.Parameter | None = None
-    version: int = -1
-    returning: Ticket | None = None
-
-    @property
-    def local(self) -> torch.Tensor:
-        """Its values on this rank."""
-        return _plain(self.parameter)
-
-
-def _is_moved(value: Any) -> bool:
-    """Step counters stay where the optimizer wants them."""
-    return isinstance(value, torch.Tensor) and value.numel() > 1
-
-
-@dataclass
-class _Bucket:
-    """Parameters updated together, and their state on its way."""
-
-    members: list[_Member]
-    arriving: list[tuple[_Member, str, torch.Tensor, Ticket]] = field(default_factory=list)
 
 
 class OptimizerOffload:
@@ -148,14 +39,14 @@ class OptimizerOffload:
         to_host_bytes, to_device_bytes: Copied since installation.
     """
 
-    def __init__(self, optimizer: Optimizer, members: Sequence[_Member], *, update_on: UpdateOn) -> None:
+    def __init__(self, optimizer: Optimizer, members: Sequence[Member], *, update_on: UpdateOn) -> None:
         self.optimizer = optimizer
         self.update_on = update_on
         self.to_host_bytes = 0
         self.to_device_bytes = 0
         device = members[0].local.device
         self.streams: Streams = streams_for(device)
-        self._buckets = _buckets(members)
+        self._buckets = buckets_of(members)
         self._params: list[list[Any]] = []
         self._homes: dict[tuple[int, str], torch.Tensor] = {}
         self._last_left: Ticket | None = None
@@ -226,7 +117,7 @@ class OptimizerOffload:
     def _updates(self) -> Iterator[None]:
         """One bucket after another; the next one's copies run beside the update of this one."""
         buckets = [
-            _Bucket([member for member in bucket.members if member.parameter.grad is not None])
+            Bucket([member for member in bucket.members if member.parameter.grad is not None])
             for bucket in self._buckets
         ]
         buckets = [bucket for bucket in buckets if bucket.members]
@@ -257,50 +148,50 @@ class OptimizerOffload:
 
     # update_on: device.
 
-    def _fetch_state(self, bucket: _Bucket) -> None:
+    def _fetch_state(self, bucket: Bucket) -> None:
         for member in bucket.members:
             for name, value in self.optimizer.state[member.parameter].items():
-                if not _is_moved(value):
+                if not is_moved(value):
                     continue
-                source = _plain(value)
+                source = plain(value)
                 home = self._homes.get((id(member.parameter), name))
                 if home is None or home is not source:
                     continue  # on the device already: made there, or loaded from a checkpoint
                 target = torch.empty_like(source, device=member.local.device)
                 bucket.arriving.append((member, name, target, self._to_device(source, target)))
 
-    def _update_on_device(self, bucket: _Bucket) -> list[tuple[Any, Ticket]]:
+    def _update_on_device(self, bucket: Bucket) -> list[tuple[Any, Ticket]]:
         for member, name, target, ticket in bucket.arriving:
             self.streams.wait(ticket)
             state = self.optimizer.state[member.parameter]
-            state[name] = _wrapped(target, state[name])
+            state[name] = wrapped(target, state[name])
         bucket.arriving.clear()
         self._step([(member.group, member.parameter) for member in bucket.members])
         left: list[tuple[Any, Ticket]] = []
         for member in bucket.members:
             state = self.optimizer.state[member.parameter]
             for name, value in list(state.items()):
-                if _is_moved(value):
-                    source = _plain(value)
+                if is_moved(value):
+                    source = plain(value)
                     home = self._home(member, name, source)
                     left.append((source, self._to_host(source, home)))
-                    state[name] = _wrapped(home, value)
+                    state[name] = wrapped(home, value)
         return left
 
     # update_on: host.
 
-    def _send_gradients(self, bucket: _Bucket) -> None:
+    def _send_gradients(self, bucket: Bucket) -> None:
         for member in bucket.members:
             grad = member.parameter.grad
             assert grad is not None
             master = self._master(member)
-            source = _plain(grad)
+            source = plain(grad)
             target = self._home(member, "grad", source)
             bucket.arriving.append((member, "grad", target, self._to_host(source, target)))
             if member.version != member.local._version:  # first step, or written by someone else since
                 self._synchronize(self._to_host(member.local, master.data))
 
-    def _update_on_host(self, bucket: _Bucket) -> list[tuple[Any, Ticket]]:
+    def _update_on_host(self, bucket: Bucket) -> list[tuple[Any, Ticket]]:
         for _, _, _, ticket in bucket.arriving:
             self._synchronize(ticket)
         masters = []
@@ -311,7 +202,7 @@ class OptimizerOffload:
             master.grad = grad
             state = self.optimizer.state.pop(member.parameter, {})
             self.optimizer.state[master] = {
-                name: self._at_home(member, name, value) if _is_moved(value) else value for name, value in state.items()
+                name: self._at_home(member, name, value) if is_moved(value) else value for name, value in state.items()
             }
             masters.append((member.group, master))
         self._step(masters, on_host=True)
@@ -320,8 +211,7 @@ class OptimizerOffload:
             master.grad = None
             state = self.optimizer.state.pop(master, {})
             self.optimizer.state[member.parameter] = {
-                name: self._in_shape(member, name, value) if _is_moved(value) else value
-                for name, value in state.items()
+                name: self._in_shape(member, name, value) if is_moved(value) else value for name, value in state.items()
             }
             member.returning = self._to_device(master.data, member.local)
             self.streams.wait(member.returning)
@@ -329,26 +219,26 @@ class OptimizerOffload:
         bucket.arriving.clear()
         return []
 
-    def _master(self, member: _Member) -> nn.Parameter:
+    def _master(self, member: Member) -> nn.Parameter:
         if member.master is None:
-            member.master = nn.Parameter(_on_host(member.local))
+            member.master = nn.Parameter(on_host(member.local))
         return member.master
 
-    def _at_home(self, member: _Member, name: str, value: torch.Tensor) -> torch.Tensor:
+    def _at_home(self, member: Member, name: str, value: torch.Tensor) -> torch.Tensor:
         """A state tensor on the host, as a plain tensor."""
-        source = _plain(value)
+        source = plain(value)
         home = self._home(member, name, source)
         if home is not source:
             self._synchronize(self._to_host(source, home))
         return home
 
-    def _in_shape(self, member: _Member, name: str, value: torch.Tensor) -> torch.Tensor:
+    def _in_shape(self, member: Member, name: str, value: torch.Tensor) -> torch.Tensor:
         """A state tensor the optimizer has on the host, registered and in the parameter's kind of wrapper."""
         key = (id(member.parameter), name)
         if self._homes.get(key) is not value:
             self._homes[key] = value  # it never travels: no need to be pinned
             register_host_storage(value)
-        return _wrapped(value, member.parameter)
+        return wrapped(value, member.parameter)
 
     # Shared.
 
@@ -367,11 +257,11 @@ class OptimizerOffload:
         finally:
             self.optimizer.param_groups = groups
 
-    def _home(self, member: _Member, name: str, like: torch.Tensor) -> torch.Tensor:
+    def _home(self, member: Member, name: str, like: torch.Tensor) -> torch.Tensor:
         key = (id(member.parameter), name)
         home = self._homes.get(key)
         if home is None or home.shape != like.shape or home.dtype != like.dtype:
-            home = self._homes[key] = _on_host(like)
+            home = self._homes[key] = on_host(like)
         return home
 
     def _to_host(self, source: torch.Tensor, target: torch.Tensor) -> Ticket:
@@ -399,24 +289,6 @@ def _bare_step(optimizer: Optimizer) -> Callable[[], Any]:
     return lambda: bare(optimizer)
 
 
-def _state_bytes(member: _Member) -> int:
-    return 2 * member.local.numel() * member.local.element_size()
-
-
-def _buckets(members: Sequence[_Member]) -> list[_Bucket]:
-    """Neighbours together, none larger than 64 MiB of Adam's state or an eighth of it all, unless one parameter is."""
-    total = sum(_state_bytes(member) for member in members)
-    limit = min(_BUCKET_BYTES, max(total // _MIN_BUCKETS, max(_state_bytes(member) for member in members)))
-    buckets, filled = [_Bucket([])], 0
-    for member in members:
-        if buckets[-1].members and filled + _state_bytes(member) > limit:
-            buckets.append(_Bucket([]))
-            filled = 0
-        buckets[-1].members.append(member)
-        filled += _state_bytes(member)
-    return buckets
-
-
 def install(optimizer: Optimizer, plan: Plan, paths: Mapping[nn.Parameter, str]) -> OptimizerOffload | None:
     """Keep the state the plan offloads in host memory; None where the optimizer holds none of those parameters.
 
@@ -430,7 +302,7 @@ def install(optimizer: Optimizer, plan: Plan, paths: Mapping[nn.Parameter, str])
     """
     rows = {row.path: row for row in plan.rows_of("optimizer_state") if row.memory_kind == "pinned_host"}
     members = [
-        _Member(parameter, number)
+        Member(parameter, number)
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
         if paths.get(parameter) in rows and parameter.requires_grad

@@ -21,7 +21,9 @@ from memopt.errors import MemoptError
 from memopt.plan import Residual
 
 from .measure import plain_tensors
-from .values import IGNORED, Decision, Naming, Recording, detached, storage_keys, written
+from .naming import Naming
+from .recording import IGNORED, Recording, detached, storage_keys, written
+from .values import Decision
 
 
 class HostCopy(Protocol):

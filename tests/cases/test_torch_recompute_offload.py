@@ -11,7 +11,7 @@ from torch import nn
 
 import memopt
 from memopt.errors import MemoptError
-from memopt_torch.streams import DelayedStreams
+from memopt_torch.delayed_streams import DelayedStreams
 from memopt_torch.testing import run_ranks
 
 WIDTH = 16

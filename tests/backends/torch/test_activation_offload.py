@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 import memopt
 from memopt.errors import MemoptError
-from memopt_torch import offload, streams
+from memopt_torch import parcels, streams
 from memopt_torch.host_pool import HostPool
 from memopt_torch.measure import StepMeter
 from memopt_torch.offload import OffloadSettings, Transfers
-from memopt_torch.streams import DelayedStreams
+from memopt_torch.delayed_streams import DelayedStreams
 
 WIDTH, LAYERS = 32, 4
 REST = {"name": "rest", "action": "recompute", "match": {"unit": "layers.*"}}
@@ -156,7 +156,7 @@ def test_a_source_freed_before_its_copy_is_done_is_seen() -> None:
 
 
 def test_one_host_copy_shared_by_a_matrix_and_its_transpose_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload.Handle, "take", lambda handle: handle.parcel.base().view(handle.size))
+    monkeypatch.setattr(parcels.Handle, "take", lambda handle: handle.parcel.base().view(handle.size))
     plain, applied = Model(), Model()
     memopt.apply_policy(applied, policy(ALL))
     with pytest.raises((AssertionError, RuntimeError)):

@@ -1,0 +1,277 @@
+"""One module whose activations are recomputed: a checkpoint around its `forward` that holds what the policy holds.
+
+Module hooks (those that gather and free sharded weights among them) stay outside of it, so they run once and a
+recomputation finds the weights gathered.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from memopt.errors import MemoptError, MemoptWarning
+
+from .naming import Naming, name_inputs, refuse_missing, tensor_inputs
+from .offload import Transfers
+from .own_checkpointing import refuse_outer_checkpoint, refuse_own_checkpointing
+from .recording import Recording
+from .replay import Call, Holding, Learning, Replaying
+from .saved_region import SavedRegion
+from .values import Decision, Wanted, decide
+
+Mode = Literal["policy", "plain", "recompute"]
+_Buffers: TypeAlias = tuple[tuple[nn.Module, str], ...]
+
+
+@dataclass
+class Region:
+    """One module of a unit whose activations are recomputed or offloaded.
+
+    Attributes:
+        module: The module; its `forward` is replaced while the region is installed.
+        path: Its canonical path.
+        wanted: What the plan says of the unit's values.
+        paths: Identity of each module below -> canonical path.
+        transfers: Copies to and from host memory, shared by all regions of the model.
+        told: Warnings given already, shared by all regions.
+        used: Numbers of the rules by which something is held.
+        is_entered: It has been called.
+        around: Entered around recomputations of a reference run.
+    """
+
+    module: nn.Module
+    path: str
+    wanted: Wanted
+    paths: Mapping[int, str]
+    transfers: Transfers
+    told: set[str] = field(default_factory=set)
+    used: set[int] = field(default_factory=set)
+    mode: Mode = "policy"
+    is_compiled: bool = False
+    around: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    is_entered: bool = False
+    before: Callable[[], None] = lambda: None
+    _learnt: dict[Any, _Learnt] = field(default_factory=dict)
+    _saved: SavedRegion = field(init=False)
+    _original: Callable[..., Any] = field(init=False)
+    _had_own_forward: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._original = self.module.forward
+        self._had_own_forward = "forward" in vars(self.module)
+        self._saved = SavedRegion(self.module, self.path, self.wanted, self.paths, self.transfers)
+        original = self._original
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._forward(original, args, kwargs)
+
+        forward.__wrapped__ = original  # type: ignore[attr-defined]  # inspect.signature follows it
+        # Dynamo cannot trace a checkpoint with contexts of our own: in a model that is compiled whole, the region runs
+        # as it is. `Applied.compile` compiles what is inside.
+        self.module.forward = torch.compiler.disable(forward)
+
+    def used_rules(self) -> set[int]:
+        """Numbers of the rules by which anything of this region has been held so far."""
+        return self.used | self._saved.used
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        if self._had_own_forward:
+            self.module.forward = self._original
+        else:
+            del self.module.forward
+
+    def compile(self, options: dict[str, Any]) -> None:
+        """Compiles what the region runs; the checkpoint stays around it."""
+        self.remove()
+        self.module.forward = torch.compile(self.module.forward, **options)
+        self.__post_init__()
+        self.is_compiled = True
+
+    def _forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.is_entered = True
+        if not torch.is_grad_enabled() or self.mode == "plain":
+            return original(*args, **kwargs)
+        if self.wanted.can_recompute or self.mode == "recompute":
+            if not self.module.training and _has_cache(args, kwargs):
+                return original(*args, **kwargs)  # generation: nothing will run backward through a growing cache
+            args, kwargs = self._without_cache(args, kwargs)
+        refuse_outer_checkpoint(self.path)
+        refuse_own_checkpointing(self.module, self.path, is_deep=False)
+        if self.mode == "recompute" or self.is_compiled:
+            return _checkpointed(original, args, kwargs, contexts=(nullcontext(), self.around))
+        self.before()
+        if not self.wanted.can_recompute:
+            return self._saved.forward(original, args, kwargs)
+        return self._recomputed(original, args, kwargs)
+
+    def _recomputed(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = self._key(args, kwargs)
+        learnt = self._learnt.get(key)
+        call = Call(self.path, learnt.decision if learnt else None, self.transfers.send)
+        if learnt is None:
+            recording = Recording()
+            name_inputs(recording, self.path, self.module, args, kwargs)
+            naming = Naming(self.module, self.paths, recording)
+
+            def learn() -> Decision:
+                self._learnt[key] = self._learn(recording, naming)
+                return self._learnt[key].decision
+
+            forward = Learning(call, naming, recording, learn)
+        else:
+            forward = nullcontext() if learnt.decision.is_plain else Holding(call)
+        again = _Again(call, self.transfers, lambda: self._learnt[key].buffers if key in self._learnt else ())
+        with self.transfers.trip(call), self._inputs_sent(args, kwargs, call):
+            out = _checkpointed(original, args, kwargs, contexts=(forward, again))
+        if not call.is_followed:
+            self._learnt.pop(key, None)
+        return out
+
+    def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A key-value cache would be updated a second time; training has no use for it (Transformers drops it too)."""
+        if not _has_cache(args, kwargs):
+            return args, kwargs
+        text = "the key-value cache is not kept while training with recomputation; load the model with use_cache=False"
+        if text not in self.told:
+            self.told.add(text)
+            warnings.warn(text, MemoptWarning, stacklevel=2)
+        kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        if kept.get("use_cache"):
+            kept["use_cache"] = False
+        return tuple(None if _is_cache(value) else value for value in args), kept
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, _ = tree_flatten((args, kwargs))
+        needs = tuple(leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if self.wanted.is_whole:
+            return self.module.training, needs
+        return self.module.training, needs, tuple(weight.requires_grad for weight in self.module.parameters())
+
+    def _learn(self, recording: Recording, naming: Naming) -> _Learnt:
+        refuse_missing(self.wanted, recording, naming, self.path)
+        decision = decide(recording, self.wanted)
+        self.used |= decision.rules
+        for text in decision.warnings:
+            if text not in self.told:
+                self.told.add(text)
+                warnings.warn(f"{self.path} (and others like it): {text}", MemoptWarning, stacklevel=2)
+        return _Learnt(decision, self._overwritten_buffers(recording))
+
+    def _overwritten_buffers(self, recording: Recording) -> _Buffers:
+        """Buffers the forward updates (running statistics): a recomputation must update a copy."""
+        numbers = {
+            recording.number_of(buffer): (module, name)
+            for module in self.module.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        }
+        found = []
+        for number, func in recording.external_writes().items():
+            if number not in numbers:
+                raise MemoptError.of(
+                    "region-overwrites-input",
+                    f"its forward overwrites a tensor it was given (`{func}`), so it cannot be run again from it",
+                    path=self.path,
+                    hint="use the operator's form that makes a new tensor, or leave this unit out of the rule",
+                )
+            found.append(numbers[number])
+        return tuple(found)
+
+    @contextmanager
+    def _inputs_sent(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Iterator[None]:
+        """The unit's own inputs are kept by the checkpoint; those the plan offloads go to the host from there."""
+        said = self.wanted.residuals
+        sent: set[int] = set()
+        if any(name.startswith(f"{self.path}.input") and said[name][1] == "offload" for name in said):
+            for index, tensor in enumerate(tensor_inputs(self.module, args, kwargs)):
+                names = [f"{self.path}.input[{index}]", *([f"{self.path}.input"] if index == 0 else [])]
+                rows = [said[name] for name in names if name in said]
+                if rows and min(rows)[1] == "offload":
+                    sent.add(id(tensor))
+                    self.used.add(min(rows)[0])
+        if not sent:
+            yield
+            return
+        with self.transfers.sending(sent, call):
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Learnt:
+    """What one recorded forward taught: what to hold, and the buffers a recomputation must not touch."""
+
+    decision: Decision
+    buffers: _Buffers
+
+
+def _checkpointed(
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None = None,
+) -> Any:
+    """Run under torch's non-reentrant checkpoint, every tensor argument (keywords too) passed as one it saves."""
+    flat, tree = tree_flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+    tensors = [flat[place] for place in places]
+    for place in places:
+        flat[place] = None  # this closure lives until the backward pass: it must not hold what the checkpoint holds
+
+    def run(*tensors: torch.Tensor) -> Any:
+        leaves = list(flat)
+        for place, tensor in zip(places, tensors):
+            leaves[place] = tensor
+        run_args, run_kwargs = tree_unflatten(leaves, tree)
+        return original(*run_args, **run_kwargs)
+
+    both = contexts or (nullcontext(), nullcontext())
+    return checkpoint(run, *tensors, use_reentrant=False, context_fn=lambda: both)
+
+
+class _Again:
+    """Around a recomputation: values on the host are called back, buffers are protected, held values given back."""
+
+    def __init__(self, call: Call, transfers: Transfers, buffers: Callable[[], _Buffers]) -> None:
+        self._call, self._transfers, self._buffers = call, transfers, buffers
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._transfers.arrive(self._call)
+        self._stack.enter_context(_own_buffers(self._buffers()))
+        if self._call.decision is not None and not self._call.decision.is_plain:
+            self._stack.enter_context(Replaying(self._call))
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._stack.__exit__(*exc_info)
+
+
+@contextmanager
+def _own_buffers(buffers: _Buffers) -> Iterator[None]:
+    """Let a recomputation update copies: statistics have been updated once already."""
+    originals = [(module, name, module._buffers[name]) for module, name in buffers]
+    for module, name, buffer in originals:
+        module._buffers[name] = buffer.clone() if buffer is not None else None
+    try:
+        yield
+    finally:
+        for module, name, buffer in originals:
+            module._buffers[name] = buffer
+
+
+def _is_cache(value: Any) -> bool:
+    caches = sys.modules.get("transformers.cache_utils")
+    return caches is not None and isinstance(value, caches.Cache)
+
+
+def _has_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return any(_is_cache(value) for value in (*args, *kwargs.values()))
