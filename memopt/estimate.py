@@ -50,6 +50,7 @@ class Measured:
         largest: The largest tensors at the peak, biggest first.
         by_unit: Unit -> device bytes at the peak, where known.
         peak_event: What was running at the peak, e.g. `backward of layers.31`.
+        warnings: What must be seen before the figures are believed, such as an offload without its whole effect.
         notes: How the figures were got: depths traced and extrapolated, options the compiler was given.
         attributed: True where the split by role is attributed rather than read.
         counted: True where host bytes are counted on the program because the target has one memory.
@@ -73,6 +74,7 @@ class Measured:
     largest: tuple[LiveTensor, ...] = ()
     by_unit: Mapping[str, int] = field(default_factory=dict)
     peak_event: str | None = None
+    warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     attributed: bool = False
     counted: bool = False

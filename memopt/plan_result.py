@@ -83,11 +83,11 @@ class PlanResult:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to change, or know, biggest first."""
+        """What to change, or know, biggest first; a backend's warnings before all."""
         settings = tuple(verdict.setting for verdict in self.verdicts if verdict.setting)
         too_large = any(verdict.fits is False for verdict in self.verdicts if verdict.name == "device")
         about = advice(self.plan, self.measured, fits=not too_large)
-        return (*settings, *about, *self._about_allocator(), *self._about_overlap())
+        return (*self.measured.warnings, *settings, *about, *self._about_allocator(), *self._about_overlap())
 
     def _about_allocator(self) -> tuple[str, ...]:
         """An allocator that would want more than the device has gives its cache back at every step, which is slow."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from memopt.errors import MemoptError
 
-from . import attribution, compiler_options, flops, hlo, offset_audit, overlap, sent, topology
+from . import attribution, compiler_options, effect, flops, hlo, offset_audit, overlap, sent, topology
 from .aot import PROGRESS_PREFIX, CompiledStep, MemoryFigures, Request
 
 NOMINAL_LINK_BYTES_PER_S = 10e9
@@ -162,7 +162,8 @@ def _compile(request: Request, lowered: Any, devices: Any, options: dict[str, An
         compile_s=compile_s,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
-    attribution.require_effect(result, request.target)
+    if request.target.kind != "cpu":
+        effect.require_effect(sent_bytes=result.planned_host_bytes, kept_bytes=result.host.total)
     return _with_schedule(result, module, request) if module is not None else result
 
 

@@ -7,16 +7,10 @@ values show as stacked buffers that one loop writes slice by slice and a later o
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
-
-from memopt.errors import MemoptError
-from memopt.targets import Target
+from typing import Any
 
 from .hlo import Computation, Instruction, Module
 from .scalars import trip_counts
-
-if TYPE_CHECKING:
-    from .aot import CompiledStep
 
 ARGUMENT_ROLES = ("param", "optimizer_state", "batch")
 
@@ -51,22 +45,6 @@ def residual_bytes(module: Module) -> dict[str, int]:
                 if array is not None and trips > 1 and array.dims and array.dims[0] >= trips:
                     kinds["pinned_host" if array.is_host else "device"] += array.nbytes
     return kinds
-
-
-def require_effect(result: CompiledStep, target: Target) -> None:
-    """Refuses a program in which an offload that the plan counts on had no effect.
-
-    Raises:
-        MemoptError: `offload-without-effect`.
-    """
-    if target.kind == "cpu" or not result.planned_host_bytes or result.host.total:
-        return
-    raise MemoptError.of(
-        "offload-without-effect",
-        f"the plan sends {result.planned_host_bytes} bytes per device to the host, the compiled program keeps 0 there",
-        hint="name the layer's input (`layers.*.input`) or a value inside the layer rather than the layer's output: "
-        "what a scan carries out is not offloaded",
-    )
 
 
 def _written(body: Computation) -> set[int]:

@@ -11,13 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 
 from memopt.errors import MemoptError, Problem
 from memopt.plan import Plan
 
-from . import compiler_options, offset_audit, preflight
+from . import compiler_options, effect, offset_audit, preflight
 from .measure import StepFigures, step_figures
-from .sent import sent_to_host
+from .sent import sent_to_host, shards_of
 from .shardings import Layouts, place
 from .treatments import Treatments
 from .values import equations, inner_jaxprs, is_checkpoint, is_region
@@ -131,32 +132,46 @@ class CompiledStep:
         """The executable, and whether it was compiled around the fault of a GPU compiler that the audit found.
 
         Raises:
-            MemoptError: `unknown-compiler-option`; `wrong-recorded-offsets` when going around does not help.
+            MemoptError: `unknown-compiler-option`; `offload-without-effect`; `wrong-recorded-offsets` when going around
+                does not help.
         """
         device = self._layouts.device
+        is_gpu = device.platform in ("gpu", "cuda")
         requested: Mapping[str, Any] = self._plan.options.get("compiler_options", {})
         options = compiler_options.options_for(device.platform, requested=requested, offloads=self._offloads)
         if rounds_as_written:
             options |= rounding_options(device.platform)
+        if is_gpu and self._offloads and offset_audit.is_affected(jaxlib.__version__):
+            options = offset_audit.workaround(options)  # known to fail: no need to compile it twice
         compiled = self._built(traced, options, device.platform)
-        memory = compiled.memory_analysis()
+        self._require_host(compiled.memory_analysis(), traced)
+        if not is_gpu:
+            return compiled, False
+        verdict = offset_audit.audit(compiled.as_text(), compiler_options=options).verdict
+        if verdict in ("right", "not_applicable", "worked_around"):
+            return compiled, verdict == "worked_around"
+        around = offset_audit.workaround(options)
+        again = self._built(traced, around, device.platform)
+        result = offset_audit.audit(again.as_text(), compiler_options=around)
+        offset_audit.require_right(result)
+        return again, True
+
+    def _require_host(self, memory: Any, traced: Any) -> None:
+        """The host must have room for what the executable keeps there, and the executable keep what the step sends."""
+        platform = self._layouts.device.platform
         preflight.require_host_memory(
             memory.host_argument_size_in_bytes
             + memory.host_output_size_in_bytes
             - memory.host_alias_size_in_bytes
             + memory.host_temp_size_in_bytes,
             num_local_devices=jax.local_device_count(),
-            platform=device.platform,
+            platform=platform,
         )
-        if device.platform not in ("gpu", "cuda"):
-            return compiled, False
-        if offset_audit.audit(compiled.as_text(), compiler_options=options).verdict in ("right", "not_applicable"):
-            return compiled, False
-        around = offset_audit.workaround(options)
-        again = self._built(traced, around, device.platform)
-        result = offset_audit.audit(again.as_text(), compiler_options=around)
-        offset_audit.require_right(result)
-        return again, True
+        if platform == "cpu":  # there offload compiles to nothing, and is counted on the program
+            return
+        sent_bytes = offloaded_bytes(traced.jaxpr.jaxpr) // shards_of(self._plan)
+        effect.require_effect(sent_bytes=sent_bytes, kept_bytes=memory.host_temp_size_in_bytes)
+        effect.warn_if_partly(sent_bytes=sent_bytes, kept_bytes=memory.host_temp_size_in_bytes)
 
     def _built(self, traced: Any, options: Mapping[str, Any], platform: str) -> Any:
         try:

@@ -13,7 +13,7 @@ from memopt.spec import ModelSpec
 from memopt.targets import Target
 from memopt.workloads import Workload
 
-from . import aot, compiler_options
+from . import aot, compiler_options, effect
 from .offset_audit import AuditResult
 
 BUILDER = "memopt_jax.estimate_step:build"
@@ -119,6 +119,7 @@ def to_measured(step: aot.CompiledStep, target: Target) -> Measured:
         step_flops=step.compiled_flops if step.compiled_flops is not None else step.jaxpr_flops,
         recompute_flops=_recompute_flops(step),
         overlap=_overlap(step),
+        warnings=_warnings(step, is_cpu=is_cpu),
         notes=(*_notes(step), *step.notes),
         attributed=True,
         counted=is_cpu,
@@ -187,7 +188,14 @@ def _notes(step: aot.CompiledStep) -> list[str]:
         named = ", ".join(f"{name} ({size} bytes)" for name, size in sorted(step.named_in_vain.items()))
         notes.append(f"named for the host, but the backward pass does not read it, so it is not sent: {named}")
     sent, kept = step.sent_host_bytes, step.host.temp
-    if sent and kept and sent != kept:
-        why = "layouts are padded" if kept > sent else "the compiler keeps fewer copies than the program makes"
-        notes.append(f"offloaded values: {sent} bytes sent by the program, {kept} compiled: {why}")
+    if sent and kept > sent:
+        notes.append(f"offloaded values: {sent} bytes sent by the program, {kept} compiled: layouts are padded")
     return notes
+
+
+def _warnings(step: aot.CompiledStep, *, is_cpu: bool) -> tuple[str, ...]:
+    """What must be seen before the figures are believed; where there is one memory, nothing goes to the host."""
+    if is_cpu or step.over_capacity:
+        return ()
+    lost = effect.partly_without_effect(sent_bytes=step.sent_host_bytes, kept_bytes=step.host.temp)
+    return () if lost is None else (lost,)

@@ -9,7 +9,7 @@ import pytest
 
 from memopt.errors import MemoptError
 from memopt.targets import load_target
-from memopt_jax import aot, topology
+from memopt_jax import aot, estimate, topology
 from memopt_jax.aot_worker import figures
 
 RESIDUAL_BYTES = 12 * 2048 * 1024 * 2  # layers x rows of one device x width x bfloat16
@@ -74,6 +74,17 @@ def test_an_offload_without_effect_is_refused(compiled: Compile) -> None:
     with pytest.raises(MemoptError, match="offload-without-effect") as raised:
         compiled("gpu:h100", {"offload": ["output"]})
     assert "layers.*.input" in (raised.value.problems[0].hint or "")
+
+
+def test_an_offload_that_the_compiled_program_leaves_out_in_part_is_the_plans_first_warning(compiled: Compile) -> None:
+    (step,) = compiled("gpu:h100", {"offload": ["input", "output"]})
+    measured = estimate.to_measured(step, load_target("gpu:h100"))
+    assert step.sent_host_bytes == 2 * RESIDUAL_BYTES
+    (said,) = measured.warnings
+    assert f"of {2 * RESIDUAL_BYTES} bytes" in said
+    assert f"keeps {RESIDUAL_BYTES} there" in said
+    (whole,) = compiled("gpu:h100", {"offload": ["input"]})
+    assert estimate.to_measured(whole, load_target("gpu:h100")).warnings == ()
 
 
 @pytest.mark.parametrize(
