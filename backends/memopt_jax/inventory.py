@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
@@ -76,6 +77,13 @@ def spec_of(
         stacks=tuple(stacks),
         ties=tuple(ties),
         batch="global",
+    )
+
+
+def as_arrays(inputs: Any) -> Any:
+    """Example inputs that a model can be called with inside a trace: zeros where shapes alone were given."""
+    return jax.tree.map(
+        lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, inputs
     )
 
 

@@ -12,7 +12,7 @@ from memopt.plan import Plan
 from memopt.spec import ModelSpec
 
 from . import linen_inventory
-from .inventory import canonical_path
+from .inventory import as_arrays, canonical_path
 from .linen_modules import LinenConfig, interceptor
 from .rewrite import with_cut_scans
 from .treatments import Template, without_residuals
@@ -25,9 +25,11 @@ def inspect(model: nn.Module, params: Mapping[str, Any], example_inputs: Any) ->
     if example_inputs is None:
         return linen_inventory.inspect(model, variables, None)
     if isinstance(example_inputs, Mapping):
-        return linen_inventory.inspect(model, variables, lambda values: model.apply(values, **example_inputs))
+        return linen_inventory.inspect(
+            model, variables, lambda values: model.apply(values, **as_arrays(example_inputs))
+        )
     inputs = tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)
-    return linen_inventory.inspect(model, variables, lambda values: model.apply(values, *inputs))
+    return linen_inventory.inspect(model, variables, lambda values: model.apply(values, *as_arrays(inputs)))
 
 
 class LinenApplied(TreeApplied):

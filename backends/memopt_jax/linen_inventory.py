@@ -27,9 +27,10 @@ def inspect(model: nn.Module, variables: Mapping[str, Any], call: Callable[[Any]
     """
     parameters = parameters_of(variables)
     if call is None:
-        paths = {parameter.path.rpartition(".")[0] for parameter in parameters}
-        every = {".".join(path.split(".")[:depth]) for path in paths for depth in range(1, path.count(".") + 2)}
-        modules = [Module("", "", type(model).__name__), *(Module(path, path, "Module") for path in sorted(every))]
+        owners = {parameter.raw.rpartition(".")[0] for parameter in parameters} - {""}
+        every = {".".join(raw.split(".")[:depth]) for raw in owners for depth in range(1, raw.count(".") + 2)}
+        modules = [Module(raw, canonical_path(raw), "Module") for raw in sorted(every)]
+        modules.insert(0, Module("", "", type(model).__name__))
         return spec_of(parameters, modules, None)
     modules, program = record(model, variables, call)
     return spec_of(parameters, modules, program)

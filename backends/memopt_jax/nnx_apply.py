@@ -11,7 +11,7 @@ from flax import nnx
 from memopt.plan import Plan
 from memopt.spec import ModelSpec
 
-from .inventory import canonical_path
+from .inventory import as_arrays, canonical_path
 from .models.experts import ExpertParallel
 from .nnx_modules import ModuleConfig, configure, dotted, modules_of, restore
 from .placement import EXPERT_AXIS, leaf_path
@@ -94,7 +94,7 @@ def caller(example_inputs: Any) -> Callable[[Any], Any] | None:
     if example_inputs is None:
         return None
     if isinstance(example_inputs, Mapping):
-        return lambda model: model(**example_inputs)
+        return lambda model: model(**as_arrays(example_inputs))
     if isinstance(example_inputs, tuple | list):
-        return lambda model: model(*example_inputs)
-    return lambda model: model(example_inputs)
+        return lambda model: model(*as_arrays(example_inputs))
+    return lambda model: model(as_arrays(example_inputs))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ..policy import Policy, Precision
 from ..spec import ModelSpec, TensorSpec
 from ..vocabulary import tensor_name
-from .units import UnitTable, prefixes
+from .units import UnitTable, prefixes, raw_names
 
 ITEM_BITS: Mapping[str, int] = {
     "float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "complex64": 64, "complex128": 128,
@@ -145,7 +145,11 @@ def _activation(
     follows = tensor.dtype in FLOATS and tensor.dtype == model_dtype and neutral != "attn_stats"  # those stay float32
     is_cast = precision is not None and follows
     dtype = precision.compute if precision is not None and is_cast else tensor.dtype
-    return Entry(replace(tensor, tensor=neutral), unit, dtype, layers=layers, own_input=is_own_input)
+    aliases = tuple(
+        name for name in dict.fromkeys((*tensor.aliases, *raw_names(names, units.raw))) if name != tensor.path
+    )
+    named = replace(tensor, tensor=neutral, aliases=aliases)
+    return Entry(named, unit, dtype, layers=layers, own_input=is_own_input)
 
 
 def _unit_of_activation(tensor: TensorSpec, names: tuple[str, ...], units: UnitTable) -> tuple[str | None, bool]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..matching import any_matches, matches, selects
 from ..rules import OffloadRule, RecomputeRule, Rule, ShardRule
 from .entries import Entry
-from .units import UnitTable
+from .units import UnitTable, raw_names
 
 _STATE = frozenset({"param", "grad", "optimizer_state"})
 _ACTIVATION = frozenset({"activation"})
@@ -58,7 +58,8 @@ def is_named(patterns: Iterable[str], name: str | None) -> bool:
 def in_unit(patterns: Iterable[str], entry: Entry, units: UnitTable) -> bool:
     if entry.unit is None:
         return False
-    return any_matches(patterns, (entry.unit, *units.by_name[entry.unit].members))
+    names = (entry.unit, *units.by_name[entry.unit].members)
+    return any_matches(patterns, (*names, *raw_names(names, units.raw)))
 
 
 def is_reachable(rule: Rule, entry: Entry) -> bool:

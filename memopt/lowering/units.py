@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..errors import Problem, did_you_mean
@@ -21,10 +21,12 @@ class UnitTable:
     Attributes:
         units: In model order.
         by_member: Member's module path -> unit name.
+        raw: Module path -> raw path, where a pattern would not find the raw one by itself (`layers_3` of flax linen).
     """
 
     units: tuple[PlanUnit, ...]
     by_member: Mapping[str, str]
+    raw: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def by_name(self) -> Mapping[str, PlanUnit]:
@@ -61,7 +63,30 @@ def lower_units(policy: Policy, spec: ModelSpec, problems: list[Problem]) -> Uni
     units = tuple(_unit(members, entry, policy, spec) for members, entry in drafts)
     by_member = {member: unit.name for unit in units for member in unit.members}
     problems.extend(_overlaps(policy, by_member))
-    return UnitTable(units, by_member)
+    return UnitTable(units, by_member, raw_paths(spec))
+
+
+def raw_paths(spec: ModelSpec) -> dict[str, str]:
+    """Module path -> raw path, where more than wrappers and a leading `model.` lie between them."""
+    return {
+        module.path: module.raw_path
+        for module in spec.modules
+        if module.raw_path not in ("", module.path) and canonical(module.raw_path) != module.path
+    }
+
+
+def raw_names(names: Iterable[str], raw: Mapping[str, str]) -> list[str]:
+    """What values are called by the raw paths of their modules.
+
+    >>> raw_names(["layers.3.mlp.input"], {"layers.3": "layers_3"})
+    ['layers_3.mlp.input']
+    """
+    found = []
+    for name in names if raw else ():
+        module = next((prefix for prefix in prefixes(name) if prefix in raw), None)
+        if module is not None:
+            found.append(raw[module] + name[len(module) :])
+    return found
 
 
 def outer_stacks(spec: ModelSpec) -> tuple[StackSpec, ...]:
