@@ -341,10 +341,11 @@ def _engine(model: nn.Module, plan: Plan, names: Names) -> Any:
 
         return Fsdp2Engine(model, plan, names)
     last = plan.accumulate_reduce == "last"
+    reshard = {unit.reshard_after_forward for unit in plan.units}
     return Engine(
         model,
         requests_of(plan, names),
-        groups=make_groups(plan.mesh),
+        groups=make_groups(plan.mesh, part_sizes=[n for n in reshard if not isinstance(n, bool)]),
         dtypes=dtypes_of(plan),
         grad_slots=options.get("gradient_slots", 1),
         blocking=options.get("communication", "async") == "blocking",

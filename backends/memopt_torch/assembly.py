@@ -11,9 +11,10 @@ from torch import nn
 
 from memopt.errors import MemoptError
 
-from .arena import Arena, UnitSizes
+from .lifetimes import BlockKind, UnitSizes
 from .meta import MetaInitialiser, has_meta
 from .optimizers import note_owner, note_replacement
+from .tenants import Arena, Tenant
 from .units import Dtypes, ParameterRequest, Section, Unit, UnitRequest
 
 if TYPE_CHECKING:
@@ -45,16 +46,19 @@ def embedding_only(modules: Sequence[nn.Module]) -> bool:
 
 def unit_from(request: UnitRequest, index: int, dtypes: Dtypes, *, size: int, rank: int) -> Unit:
     """A unit with its sections; nothing is allocated and the model is not touched."""
+    reshard = request.reshard_after_forward
+    is_grouped = reshard is not True and 1 < reshard < size
     unit = Unit(
         name=request.name,
         index=index,
         modules=request.modules,
         sections=[],
-        keep=not request.reshard_after_forward,
+        keep=reshard is False,
         resident=request.resident,
         needs_weights_in_backward=request.resident or not embedding_only(request.modules),
         prefetch_forward=request.prefetch_forward,
         prefetch_backward=request.prefetch_backward,
+        group_size=int(reshard) if is_grouped else None,
     )
     sections_of(unit, request.parameters, dtypes, size=size, rank=rank)
     return unit
@@ -94,6 +98,7 @@ def sizes_of(engine: Engine, layers: set[str]) -> list[UnitSizes]:
             resident=unit.resident,
             prefetch_forward=unit.prefetch_forward,
             prefetch_backward=unit.prefetch_backward,
+            resharded_nbytes=sum(s.part_numel * s.compute_dtype.itemsize for s in unit.sections if s.is_resharded),
             reduced_nbytes=0
             if engine.keeps_gradients
             else sum(s.shard_numel * s.held_dtype.itemsize for s in unit.sections if s.stages_gradients),
@@ -127,11 +132,8 @@ def materialise(engine: Engine) -> Arena:
         meta.initialise_buffers(engine.model)
     device = next((s.device for unit in engine.units for s in unit.sections), torch.device("cpu"))
     arena = Arena(engine.arena_plan, device=device)
-    plan = engine.arena_plan
-    for unit, weights_at, gradients_at, reduced_at in zip(
-        engine.units, plan.offsets[::2], plan.offsets[1::2], plan.reduced_offsets, strict=True
-    ):
-        place = _Place(arena, weights_at, gradients_at, reduced_at)
+    for unit in engine.units:
+        place = _Place(arena, engine.arena_plan.offsets(unit.name))
         for section in unit.sections:
             place.lay_out(engine, section)
     return arena
@@ -139,46 +141,43 @@ def materialise(engine: Engine) -> Arena:
 
 @dataclass
 class _Place:
-    """Where in the arena a unit's next section goes: byte offsets of weights, gradient slot and reduced gradient."""
+    """Where in the arena a unit's next section goes: byte offsets of its blocks, by kind."""
 
     arena: Arena
-    weights_at: int
-    gradients_at: int
-    reduced_at: int | None
+    offsets: dict[BlockKind, int]
 
     def lay_out(self, engine: Engine, section: Section) -> None:
         """Gives a section its memory."""
-        self._weights(section)
-        self._slot(engine, section)
+        if section.gathers_into_arena:
+            section.gathered, section.weights = self._take(
+                "weights", section, section.padded_numel, section.compute_dtype
+            )
+        elif section.whole is not None:
+            section.gathered = section.whole
+        if section.is_resharded and "resharded" in self.offsets:
+            section.part, section.resharded = self._take(
+                "resharded", section, section.part_numel, section.compute_dtype
+            )
+        if section.stages_gradients and _slot_in_arena(engine, section):
+            section.slot, section.gradients = self._take(
+                "gradients", section, section.padded_numel, section.reduce_dtype
+            )
+        elif section.stages_gradients:
+            section.slot = torch.zeros(section.padded_numel, dtype=section.reduce_dtype, device=section.device)
         section.make_views()
         if engine.reduction.manages(section):
             section.make_gradients(self._reduced(section))
 
-    def _weights(self, section: Section) -> None:
-        if section.gathers_into_arena:
-            section.gathered = self.arena.view(self.weights_at, section.padded_numel, section.compute_dtype)
-            nbytes = section.gathered.nbytes
-            section.weights = self.arena.tenant("weights", section, offset=self.weights_at, nbytes=nbytes)
-            self.weights_at += nbytes
-        elif section.whole is not None:
-            section.gathered = section.whole
-
-    def _slot(self, engine: Engine, section: Section) -> None:
-        if not section.stages_gradients:
-            return
-        if not _slot_in_arena(engine, section):
-            section.slot = torch.zeros(section.padded_numel, dtype=section.reduce_dtype, device=section.device)
-            return
-        section.slot = self.arena.view(self.gradients_at, section.padded_numel, section.reduce_dtype)
-        nbytes = section.slot.nbytes
-        section.gradients = self.arena.tenant("gradients", section, offset=self.gradients_at, nbytes=nbytes)
-        self.gradients_at += nbytes
+    def _take(self, kind: BlockKind, section: Section, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Tenant]:
+        """The section's stretch of the unit's block of that kind."""
+        view = self.arena.view(self.offsets[kind], numel, dtype)
+        tenant = self.arena.tenant(kind, section, offset=self.offsets[kind], nbytes=view.nbytes)
+        self.offsets[kind] += view.nbytes
+        return view, tenant
 
     def _reduced(self, section: Section) -> torch.Tensor | None:
         """Arena memory for the reduced gradient, if there is room for the unit's."""
-        if self.reduced_at is None or not section.stages_gradients:
+        if "reduced" not in self.offsets or not section.stages_gradients:
             return None
-        reduced = self.arena.view(self.reduced_at, section.shard_numel, section.held_dtype)
-        section.reduced = self.arena.tenant("reduced", section, offset=self.reduced_at, nbytes=reduced.nbytes)
-        self.reduced_at += reduced.nbytes
-        return reduced
+        memory, section.reduced = self._take("reduced", section, section.shard_numel, section.held_dtype)
+        return memory

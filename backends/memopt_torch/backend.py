@@ -29,6 +29,7 @@ _SHARED = frozenset(
         "op:random",
         "shard:param",
         "reshard_after_forward:false",
+        "reshard_after_forward:int",
         "prefetch",
         "mesh:replicate",
         "precision",
@@ -37,7 +38,7 @@ _SHARED = frozenset(
     }
 )
 _LAYER = _SHARED | {"shard:grad", "shard:optimizer_state", "accumulate:last"}
-_FSDP2 = _SHARED | {"reshard_after_forward:int", "accumulate:last"}
+_FSDP2 = _SHARED | {"accumulate:last"}
 _NOT_HERE = {
     "offload:param": "parameters can be sharded (`action: shard`), which leaves 1/N of them on each device",
     "offload:grad": "gradients can be sharded (`action: shard, match: {role: grad}`)",
@@ -46,10 +47,6 @@ _NOT_HERE = {
     "axes already runs with backend_options.torch.engine: fsdp2",
     "name": "name tensors by module path (`path: layers.*.mlp.up_proj`) or by `tensor:`; torch has no checkpoint_name",
     "layers:scan": "torch models have no scanned stacks",
-}
-_NOT_LAYER = {
-    **_NOT_HERE,
-    "reshard_after_forward:int": "write true or false, or set backend_options.torch.engine: fsdp2",
 }
 _NOT_FSDP2 = {
     **_NOT_HERE,
@@ -76,7 +73,7 @@ class TorchBackend:
         """What the chosen engine can do."""
         if options.get("engine", "layer") == "fsdp2":
             return Capabilities(_FSDP2, sharding="first", instead=_NOT_FSDP2)
-        return Capabilities(_LAYER, sharding="flat", instead=_NOT_LAYER)
+        return Capabilities(_LAYER, sharding="flat", instead=_NOT_HERE)
 
     def owns(self, model: Any) -> bool:
         """Whether the model is a `torch.nn.Module`; torch is not imported to find out."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +36,7 @@ class Groups:
         replicate: For all-reduces between replicas.
         world: Every rank of the mesh; gradients of whole parameters.
         control: Every rank again, for agreements: never in line behind gradients.
+        parts: For all-gathers of weights that are split over smaller groups between forward and backward, by size.
     """
 
     size: int = 1
@@ -46,6 +47,7 @@ class Groups:
     replicate: dist.ProcessGroup | None = None
     world: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
+    parts: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
 
 
 def _axis_groups(mesh: np.ndarray, axis: int) -> list[list[int]]:
@@ -72,11 +74,12 @@ def _timeout_of_world() -> timedelta | None:
     return next((timeout for timeout in timeouts if timeout is not None), None)
 
 
-def make_groups(axes: tuple[tuple[str, int], ...]) -> Groups:
+def make_groups(axes: tuple[tuple[str, int], ...], *, part_sizes: Iterable[int] = ()) -> Groups:
     """Groups for a mesh of `replicate` and `fsdp` axes (either may be absent). Collective over the world.
 
     Args:
         axes: (name, size), outer to inner; the product is the world size.
+        part_sizes: Sizes of further groups, of neighbours on `fsdp`; those that are not smaller than it are left out.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Groups()
@@ -88,17 +91,20 @@ def make_groups(axes: tuple[tuple[str, int], ...]) -> Groups:
     replicas = world // shard
     rank = 0
     gather = reduce = replicate = None
+    parts: dict[int, dist.ProcessGroup] = {}
     if shard > 1:
         lists = _axis_groups(ranks, names.index("fsdp"))
         gather, reduce = _new_group(lists), _new_group(lists)
         rank = dist.get_rank(gather)
+        for size in sorted({size for size in part_sizes if size < shard}):
+            parts[size] = _new_group([line[i : i + size] for line in lists for i in range(0, shard, size)])
     if replicas > 1:
         lists = _axis_groups(ranks, names.index("replicate")) if "replicate" in names else ranks.reshape(1, -1).tolist()
         replicate = _new_group(lists)
     everyone = [list(range(world))]
     everywhere, control = _new_group(everyone), _new_group(everyone)
-    keep_until_exit((gather, reduce, replicate, everywhere, control))
-    return Groups(shard, rank, replicas, gather, reduce, replicate, everywhere, control)
+    keep_until_exit((gather, reduce, replicate, everywhere, control, *parts.values()))
+    return Groups(shard, rank, replicas, gather, reduce, replicate, everywhere, control, parts)
 
 
 def device_mesh(axes: tuple[tuple[str, int], ...], device_type: str) -> DeviceMesh:
@@ -122,11 +128,14 @@ class Collectives:
         self.counts: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, unit: str) -> Pending:
-        """Every rank's `shard` [n] into `out` [size * n]."""
+    def all_gather(
+        self, out: torch.Tensor, shard: torch.Tensor, *, unit: str, group_size: int | None = None
+    ) -> Pending:
+        """Every rank's `shard` [n] into `out` [size * n]; with `group_size` among neighbours only."""
+        group = self.groups.gather if group_size is None else self.groups.parts[group_size]
         return self._issue(
             "all_gather", unit, out, lambda: dist.all_gather_single(
-                out, shard, group=self.groups.gather, async_op=not self.blocking
+                out, shard, group=group, async_op=not self.blocking
             ),
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ from memopt.errors import MemoptError, MemoptWarning
 from .arena import ArenaPlan, plan_arena
 from .assembly import check_requests, materialise, sizes_of, unit_from
 from .collectives import Collectives, Groups
-from .gathering import Gathering
+from .gathering import Gathering, in_backward_pass
 from .reduction import Reduction
 from .schedule import Schedule
 from .sharded import whole_tensor
@@ -32,11 +32,6 @@ from .traversal import tensors_in
 from .units import Dtypes, Section, Unit, UnitRequest, Use
 
 log = logging.getLogger("memopt")
-
-
-def in_backward_pass() -> bool:
-    """Whether autograd is running on this thread: a forward call seen now is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class _UnitInput(torch.autograd.Function):
@@ -163,6 +158,7 @@ class Engine(Gathering):
             unit.calls.clear()
             # Left gathered by a pass that had no backward: the values may have changed since.
             self.release(unit)
+            self.drop_part(unit)
             if unit.resident:
                 self.make_ready(unit)
         self.prefetch(self.schedule.ahead_forward(None))
@@ -249,8 +245,10 @@ class Engine(Gathering):
             return
         if self.schedule.forward.next_units(1)[:1] == [unit]:  # the same layer comes again
             return
-        if not (torch.is_grad_enabled() and unit.keep):
+        if not torch.is_grad_enabled():
             self.release(unit)
+        elif not unit.keep:
+            self.reshard(unit)
 
     def _watch_outputs(self, unit: Unit, output: Any) -> None:
         seen = False
@@ -307,6 +305,7 @@ class Engine(Gathering):
         """The unit's backward pass is over: weights go, gradients are sent."""
         if not unit.resident:
             self.release(unit)
+            self.drop_part(unit)
             unit.in_backward = False
         self.reduction.launch(unit)
 
@@ -346,6 +345,7 @@ class Engine(Gathering):
         self.weights_version += 1
         for unit in self.units:
             self.release(unit)
+            self.drop_part(unit)
             for section in unit.sections:
                 section.stale = section.layout in ("zero1", "zero2")
 

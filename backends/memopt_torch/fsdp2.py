@@ -40,6 +40,7 @@ class Fsdp2Engine:
         self.accumulate_steps = plan.accumulate_steps if plan.accumulate_reduce == "last" else 1
         self.micro_step = 0
         self._task = -1
+        self._fsdp_size = plan.axis_size("fsdp")
         _refuse_precision(plan, names)
         _refuse_prefetch(plan)
         if plan.world_size == 1:
@@ -70,11 +71,12 @@ class Fsdp2Engine:
 
     def _wrap(self, unit: PlanUnit, names: Names, precision: MixedPrecisionPolicy) -> FSDPModule:
         modules = list(dict.fromkeys(names.module(member) for member in unit.members))
+        group = unit.reshard_after_forward
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=self.mesh,
             mp_policy=precision,
-            reshard_after_forward=unit.reshard_after_forward,
+            reshard_after_forward=group if isinstance(group, bool) or group < self._fsdp_size else True,
         )
         first = modules[0]
         assert isinstance(first, FSDPModule)  # fully_shard changes the class

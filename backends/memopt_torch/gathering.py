@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from memopt.errors import MemoptError
 
-from .arena import Arena, Tenant
 from .collectives import Collectives
 from .reduction import Reduction
+from .tenants import Arena, Tenant
 from .units import Section, Unit
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd is running on this thread: a forward call seen now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Gathering:
@@ -34,6 +41,14 @@ class Gathering:
             self.reduction.order.note_gather(unit)
         for section in unit.sections:
             if section.in_place:
+                continue
+            if unit.has_part and section.part is not None and in_backward_pass():
+                assert section.weights is not None  # what has a part is gathered
+                self.acquire(section.weights)
+                part = self.collectives.all_gather(
+                    section.gathered, section.part, unit=unit.name, group_size=unit.group_size
+                )
+                unit.pending.append(part)
                 continue
             self._refresh(unit, section)
             section.gathered_version = section.shard._version
@@ -65,9 +80,7 @@ class Gathering:
         if unit.state == "ready":
             return
         self.gather(unit)
-        for pending in unit.pending:
-            pending.wait()
-        unit.pending.clear()
+        self._wait(unit)
         for section in unit.sections:
             section.swap(used=True)
         unit.state = "ready"
@@ -77,14 +90,36 @@ class Gathering:
         """Gives the unit's weight memory back; the modules see sharded parameters again, never another unit's data."""
         if unit.state == "sharded":
             return
-        for pending in unit.pending:
-            pending.wait()
-        unit.pending.clear()
+        self._wait(unit)
         for section in unit.sections:
             section.swap(used=False)
             if section.weights is not None:
                 section.weights.occupied = False
         unit.state = "sharded"
+
+    def _wait(self, unit: Unit) -> None:
+        for pending in unit.pending:
+            pending.wait()
+        unit.pending.clear()
+
+    def reshard(self, unit: Unit) -> None:
+        """After forward: leaves this rank's part of the weights where the backward pass gathers them from, among few
+        ranks, if the policy wants that; then gives the memory back."""
+        parts = [section for section in unit.sections if section.resharded is not None]
+        if parts and unit.state == "ready":
+            for section in parts:
+                assert section.resharded is not None  # as they were chosen
+                self.acquire(section.resharded)
+                section.keep_part()
+            unit.has_part = True
+        self.release(unit)
+
+    def drop_part(self, unit: Unit) -> None:
+        """What was left for the backward pass has been used, is out of date, or is in the way."""
+        unit.has_part = False
+        for section in unit.sections:
+            if section.resharded is not None:
+                section.resharded.occupied = False
 
     def acquire(self, tenant: Tenant) -> None:
         """Makes a block's memory ours: whoever shares it finishes first."""
@@ -102,6 +137,10 @@ class Gathering:
             self.reduction.clear_reduced(section)
             return
         unit: Unit = section.unit
+        if tenant.kind == "resharded":  # all ranks will gather from everybody instead
+            self._wait(unit)
+            self.drop_part(unit)
+            return
         if unit.active or unit.resident:
             raise MemoptError.of(
                 "unit-overlap",

@@ -100,18 +100,11 @@ def shared_outside(unit: PlanUnit, names: Names) -> bool:
 
 def _draft(unit: PlanUnit, names: Names) -> UnitRequest:
     modules = tuple(dict.fromkeys(names.module(member) for member in unit.members))
-    if isinstance(unit.reshard_after_forward, int) and not isinstance(unit.reshard_after_forward, bool):
-        raise MemoptError.of(
-            "reshard-group-unsupported",
-            f"unit `{unit.name}`: the layer engine does not reshard over groups of {unit.reshard_after_forward} ranks",
-            path=unit.name,
-            hint="write true or false, or set backend_options.torch.engine: fsdp2",
-        )
     return UnitRequest(
         name=unit.name,
         modules=modules,
         parameters=(),
-        reshard_after_forward=bool(unit.reshard_after_forward),
+        reshard_after_forward=unit.reshard_after_forward,
         is_layer=unit.stack is not None,
         prefetch_forward=unit.prefetch_forward,
         prefetch_backward=unit.prefetch_backward,

@@ -368,6 +368,7 @@ class Reduction:
                 section.leave_slot()
             unit.in_backward = unit.evicted = False
             self.engine.release(unit)
+            self.engine.drop_part(unit)
         self._under_way.clear()
         self.order.end()
         self.running = False

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .arena import Tenant
 from .collectives import Pending
 from .sharded import FlatSlice, ShardedTensor, local_tensor
+from .tenants import Tenant
 
 Layout = Literal["shard", "zero2", "zero1", "whole"]
 """What is split over ranks: parameters, gradients and state; gradients and state; state alone; nothing."""
@@ -46,13 +46,15 @@ class UnitRequest:
     """One unit as the plan wants it.
 
     Attributes:
+        reshard_after_forward: Free the weights between forward and backward; a number leaves them split over groups of
+            that many ranks.
         resident: Gathered for the whole step: its weights are used outside its modules' own calls (ties, root).
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     parameters: tuple[ParameterRequest, ...]
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     resident: bool = False
     is_layer: bool = True
     prefetch_forward: int = 1
@@ -113,6 +115,7 @@ class Section:
         shard: This rank's values, [shard_numel]; for whole layouts a view of `whole`.
         whole: Every value in the held dtype where each rank keeps all, else None.
         gathered: Every value in the compute dtype while in use: in the arena, or `whole` itself.
+        part: This rank's part of the gathered values where the unit is resharded over groups.
         grad: Reduced gradient, held dtype: [shard_numel], or [padded_numel] for `zero1` and `whole`.
         reduced: The place of `grad` in the arena; None where it has memory of its own.
         slot: Where whole gradients are staged for the reduce-scatter; None where they are reduced in `grad`.
@@ -136,10 +139,12 @@ class Section:
         self.shard_numel = self.padded_numel // self.size
         self.weights: Tenant | None = None
         self.gradients: Tenant | None = None
+        self.resharded: Tenant | None = None
         self.reduced: Tenant | None = None
         self.shard: torch.Tensor
         self.whole: torch.Tensor | None = None
         self.gathered: torch.Tensor
+        self.part: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
         self.slot: torch.Tensor | None = None
         self.pending: Pending | None = None
@@ -178,6 +183,23 @@ class Section:
     def stages_gradients(self) -> bool:
         """Whether gradients pass through a slot before they are reduced."""
         return self.trainable and self.layout in ("shard", "zero2")
+
+    @property
+    def is_resharded(self) -> bool:
+        """Whether its weights are split over a small group between forward and backward."""
+        return self.layout == "shard" and self.unit.group_size is not None
+
+    @property
+    def part_numel(self) -> int:
+        """Values of one rank of such a group."""
+        assert self.unit.group_size is not None  # only asked of sections that are resharded
+        return self.padded_numel // self.unit.group_size
+
+    def keep_part(self) -> None:
+        """Copies this rank's part of the gathered weights to where it stays until the backward pass."""
+        if self.part is not None and self.unit.group_size is not None:
+            place = self.rank % self.unit.group_size
+            self.part.copy_(self.gathered[place * self.part_numel : (place + 1) * self.part_numel])
 
     def own_part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's stretch of a flat [padded_numel] tensor."""
@@ -344,10 +366,12 @@ class Unit:
     """Modules that are gathered and freed together, and their state at run time.
 
     Attributes:
+        group_size: Ranks its weights are split over between forward and backward; None for all of them.
         state: `sharded`, `gathering` or `ready`.
         active: Calls of its modules under way.
         in_backward: Its backward pass has begun and not ended.
         live_uses: Forward calls whose backward pass is still to come.
+        has_part: Its weights are there, split over groups of `group_size`.
     """
 
     name: str
@@ -359,6 +383,7 @@ class Unit:
     needs_weights_in_backward: bool
     prefetch_forward: int
     prefetch_backward: int
+    group_size: int | None = None
     state: Literal["sharded", "gathering", "ready"] = "sharded"
     active: int = 0
     in_backward: bool = False
@@ -366,6 +391,7 @@ class Unit:
     calls: list[bool] = field(default_factory=list)
     pending: list[Pending] = field(default_factory=list)
     evicted: bool = False
+    has_part: bool = False
 
     def entries(self) -> Iterator[tuple[Section, Entry]]:
         """Every parameter with its section."""

@@ -30,6 +30,7 @@ def lower_mesh(policy: Policy, spec: ModelSpec, world_size: int, problems: list[
     problems.extend(_conflicts(policy, filled, existing))
     if -1 not in sizes.values() and known != world_size:
         problems.append(_does_not_fill(policy, asked, taken, known, world_size))
+    problems.extend(_uneven_groups(policy, filled.get("fsdp", 1)))
     return tuple(filled.items())
 
 
@@ -52,6 +53,25 @@ def _conflicts(policy: Policy, sizes: Mapping[str, int], existing: Mapping[str, 
         )
         for axis, size in sizes.items()
         if axis in existing and size != existing[axis]
+    ]
+
+
+def _uneven_groups(policy: Policy, size: int) -> list[Problem]:
+    """Group sizes of `reshard_after_forward` that do not divide `fsdp`. On one device nothing is split or gathered."""
+    written = [(("unit_defaults", "reshard_after_forward"), policy.unit_defaults.reshard_after_forward)]
+    written += [
+        (("units", i, "reshard_after_forward"), unit.reshard_after_forward) for i, unit in enumerate(policy.units or ())
+    ]
+    allowed = ", ".join(str(number) for number in range(2, size) if size % number == 0)
+    return [
+        Problem(
+            "reshard-group-size",
+            f"groups of {group} ranks do not divide the {size} of `fsdp`",
+            hint=f"write {allowed} or true (all {size})" if allowed else "write true or false",
+            **policy.source.at(path),
+        )
+        for path, group in written
+        if group is not None and not isinstance(group, bool) and size > 1 and size % group
     ]
 
 

@@ -63,7 +63,7 @@ def _micro_batch(
     forward: list[int] = []
     sent: list[int | None] = []
     for index, (layer, actions) in enumerate(zip(layers, assignment, strict=True)):
-        gathered = _gather(build, layer, after=(forward[index - 2],) if index > 1 else before)
+        gathered = _gather(build, layer.gather_s, after=(forward[index - 2],) if index > 1 else before)
         freed = sent[index - depth] if index >= depth else None
         waits = (*before, gathered, freed)
         forward.append(build.add("forward", "compute", after=waits, seconds=layer.forward_s, phase="forward"))
@@ -86,8 +86,8 @@ def _backward(
     reduced: int | None = None
 
     def gather(index: int) -> None:
-        if index >= 0 and layers[index].gather_again:
-            gathered[index] = _gather(build, layers[index], after=(ends.get(index + 2, last_forward),))
+        if index >= 0:
+            gathered[index] = _gather(build, layers[index].again_s, after=(ends.get(index + 2, last_forward),))
 
     gather(len(layers) - 1)
     gather(len(layers) - 2)
@@ -106,10 +106,8 @@ def _backward(
     return ends[0], reduced
 
 
-def _gather(build: TimelineBuilder, layer: LayerClass, *, after: tuple[int | None, ...]) -> int | None:
-    if not layer.gather_s:
-        return None
-    return build.add("gather", "collective", after=after, seconds=layer.gather_s)
+def _gather(build: TimelineBuilder, seconds: float, *, after: tuple[int | None, ...]) -> int | None:
+    return build.add("gather", "collective", after=after, seconds=seconds) if seconds else None
 
 
 def _bytes(layer: LayerClass, actions: tuple[Action, ...], wanted: Action) -> float:

@@ -44,6 +44,7 @@ class LayerClass:
         recompute_s: What every backward pays on top because values nobody can name are made again (norms).
         gather_s, reduce_s: The collectives of one layer: its weights before each use, its gradients after.
         gather_again: Whether the weights are gathered again for the backward pass.
+        group_gather_s: What that takes where they are resharded over a small group; None: as much as the first.
     """
 
     name: str
@@ -55,6 +56,14 @@ class LayerClass:
     gather_s: float = 0.0
     reduce_s: float = 0.0
     gather_again: bool = True
+    group_gather_s: float | None = None
+
+    @property
+    def again_s(self) -> float:
+        """Seconds of the gather for the backward pass."""
+        if not self.gather_again:
+            return 0.0
+        return self.gather_s if self.group_gather_s is None else self.group_gather_s
 
 
 @dataclass(frozen=True, slots=True)

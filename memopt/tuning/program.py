@@ -348,9 +348,9 @@ class _Collectives:
         if number < 0:
             return
         block = self.program.blocks[number]
-        if block.layer.gather_s and block.layer.gather_again:
+        if block.layer.again_s:
             after = self.ends[number + 2] if number + 2 < len(self.ends) else self.last_forward
-            self.gathered[number] = self._task(block.layer.gather_s * block.size, after)
+            self.gathered[number] = self._task(block.layer.again_s * block.size, after)
 
     def add(self, number: int, start: int, duration: Linear) -> None:
         block, rows = self.program.blocks[number], self.program.rows
