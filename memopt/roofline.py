@@ -97,9 +97,9 @@ def task_seconds(task: Task, rates: Rates) -> float:
     if task.seconds is not None:
         return task.seconds
     if task.stream == "compute":
-        return max(task.flops / rates.flops, task.hbm_bytes / rates.hbm_bytes_per_s) + rates.overhead_s
-    if task.stream == "collective":
-        return _collective_seconds(task, rates)
+        return sum(bound_seconds(task, rates).values()) + rates.overhead_s
+    if task.stream == "collective":  # copies into and out of a collective's buffers may run on its stream
+        return _collective_seconds(task, rates) + sum(bound_seconds(task, rates).values())
     if rates.link is None:
         return 0.0
     if task.stream == "host_compute":
@@ -108,20 +108,25 @@ def task_seconds(task: Task, rates: Rates) -> float:
 
 
 def _collective_seconds(task: Task, rates: Rates) -> float:
-    """Ring collectives over several fabric domains are bound by the cards of one domain, all of which carry a ring each
-    (NCCL's channels), and never exceed the fabric itself.
+    """Ring collectives over several fabric domains are bound by the cards of one domain that belong to the group, each
+    of which carries a ring (NCCL's channels), and never exceed the fabric itself.
     """
     rate = rates.fabric_bytes_per_s
     if rate is None:
         return 0.0
-    if task.group > rates.fabric_devices and rates.network_bytes_per_s is not None:
-        rate = min(rate, rates.network_bytes_per_s * rates.fabric_devices)
+    if (task.group - 1) * task.stride >= rates.fabric_devices and rates.network_bytes_per_s is not None:
+        cards = max(1, rates.fabric_devices // task.stride)  # of this group, in one domain; the others have their own
+        rate = min(rate, rates.network_bytes_per_s * cards)
     return task.nbytes / rate
 
 
-def bound_of(task: Task, rates: Rates) -> Bound:
-    """Whether FLOPs or device memory bound a compute task."""
-    return "compute" if task.flops / rates.flops >= task.hbm_bytes / rates.hbm_bytes_per_s else "hbm"
+def bound_seconds(task: Task, rates: Rates) -> dict[Bound, float]:
+    """Seconds of a task's operators by what bounds each of them: the slower of its FLOPs and its bytes."""
+    found: dict[Bound, float] = {"compute": 0.0, "hbm": 0.0}
+    for flops, nbytes in task.parts or ((task.flops, task.hbm_bytes),):
+        compute_s, hbm_s = flops / rates.flops, nbytes / rates.hbm_bytes_per_s
+        found["compute" if compute_s >= hbm_s else "hbm"] += max(compute_s, hbm_s)
+    return found
 
 
 def seconds_of(tasks: Sequence[Task], rates: Rates) -> list[float]:

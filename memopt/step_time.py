@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import MemoptError
 from .estimate import Measured
 from .plan import Plan
-from .roofline import GUESS, OPTIMISTIC, PESSIMISTIC, Efficiency, Rates, bound_of, rates_for, seconds_of
+from .roofline import GUESS, OPTIMISTIC, PESSIMISTIC, Efficiency, Rates, bound_seconds, rates_for, seconds_of
 from .simulate import Simulation, simulate
 from .targets import Target
-from .timeline import Task
+from .timeline import TRANSFERS, Task
 from .tuning.costs import ModelCosts, assignment_of, model_costs
 from .tuning.judge import step_tasks
 from .tuning.problem import Problem
@@ -38,6 +38,7 @@ class StepTime:
         calibrated: Whether a measured step set the rates; otherwise they are stated guesses.
         least_transfer_s: No step can be shorter than its busiest copy direction at the link's full rate.
         exposed_s, hidden_fraction: Of host transfers, in the estimate.
+        collectives_exposed_s: Seconds of the estimate in which the computation waits for collectives.
         model: `timeline` (traced), `layers` (the plan's layers) or None.
         from_what: What it rests on, one sentence.
     """
@@ -50,6 +51,7 @@ class StepTime:
     least_transfer_s: float | None
     exposed_s: float | None = None
     hidden_fraction: float | None = None
+    collectives_exposed_s: float | None = None
     model: str | None = None
     from_what: str = ""
 
@@ -105,6 +107,7 @@ def step_time(
         least_transfer_s=least_s,
         exposed_s=played.simulation.exposed_s,
         hidden_fraction=played.simulation.hidden_fraction,
+        collectives_exposed_s=played.simulation.waits_s.get("collective", 0.0),
         model="timeline" if measured.timeline else "layers",
         from_what=from_what,
     )
@@ -218,20 +221,41 @@ def _bound_by(played: Played, rates: Rates) -> str:
     for task, seconds in zip(played.tasks, played.seconds, strict=True):
         if task.stream == "compute":
             by_phase = "hbm" if task.phase == "optimizer" else "compute"
-            name = by_phase if task.seconds is not None else bound_of(task, rates)
-            accounts[name] = accounts.get(name, 0.0) + seconds
+            bound = {by_phase: seconds} if task.seconds is not None else bound_seconds(task, rates)
+            for name, bound_s in bound.items():
+                accounts[name] = accounts.get(name, 0.0) + bound_s
     return max(accounts, key=lambda name: accounts[name]) if accounts else "compute"
 
 
 def overlap_of(measured: Measured, time: StepTime) -> Mapping[str, Any]:
     """The contract's `overlap`: the backend's reading of a schedule, or the simulation's, and which."""
     empty = {"transfers": None, "synchronous": None, "exposed_s": None, "hidden_fraction": None}
+    collectives = {"collectives_exposed_s": time.collectives_exposed_s}
     if measured.overlap is not None:
-        return {**empty, "offset_audit": "unknown", "from": "schedule", **measured.overlap}
+        return {**empty, **collectives, "offset_audit": "unknown", "from": "schedule", **measured.overlap}
+    counted = {"transfers": None, "synchronous": None}
+    if measured.timeline:
+        counted = {
+            "transfers": sum(task.stream in TRANSFERS for task in measured.timeline),
+            "synchronous": num_synchronous(measured.timeline),
+        }
     return {
-        **empty,
+        **counted,
         "exposed_s": time.exposed_s,
         "hidden_fraction": time.hidden_fraction,
+        **collectives,
         "offset_audit": "not_applicable",
         "from": "simulation",
     }
+
+
+def num_synchronous(tasks: Sequence[Task]) -> int:
+    """Host transfers with nothing computed beside them: the next computation issued waits for them."""
+    found, following = 0, None
+    for index in range(len(tasks) - 1, -1, -1):
+        task = tasks[index]
+        if task.stream in TRANSFERS:
+            found += following is not None and index in tasks[following].after
+        elif task.stream in ("compute", "host_compute"):
+            following = index
+    return found

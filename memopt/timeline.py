@@ -31,6 +31,9 @@ class Task:
         nbytes: Bytes over the host link, or one device's bytes on the fabric for a collective (a ring all-gather of a
             tensor of B bytes over n devices: `B * (n - 1) / n`).
         group: Devices that take part in a collective.
+        stride: Distance between neighbouring ones among all devices (replicas of a sharded model are apart).
+        parts: (FLOPs, bytes) of each operator in it, where it is several run one after another; they add up to `flops`
+            and `hbm_bytes`. A roofline goes by operator: some are bound by the one, some by the other.
         seconds: A duration known otherwise (measured); the amounts are then only for reports.
         unit: The plan's unit it belongs to.
         phase: Part of the step.
@@ -43,6 +46,8 @@ class Task:
     hbm_bytes: float = 0.0
     nbytes: float = 0.0
     group: int = 1
+    stride: int = 1
+    parts: tuple[tuple[float, float], ...] = ()
     seconds: float | None = None
     unit: str | None = None
     phase: Phase | None = None

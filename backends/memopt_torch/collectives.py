@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from memopt.errors import MemoptError, Problem
 
 from .interpreter_exit import keep_until_exit
+from .journal import Ticket, note_wait, noted_collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ class Collectives:
                 work = call()
             except RuntimeError as error:
                 raise self.failure(name, unit, error) from error
-        return Pending(self, name, unit, work)
+        return Pending(self, name, unit, work, noted_collective())
 
     def failure(self, name: str, unit: str, error: BaseException) -> MemoptError:
         """A killed rank, a stall past the timeout, a broken connection."""
@@ -193,19 +194,21 @@ class Collectives:
 class Pending:
     """A collective under way."""
 
-    __slots__ = ("_collectives", "_name", "_unit", "_work")
+    __slots__ = ("_collectives", "_name", "_ticket", "_unit", "_work")
 
-    def __init__(self, collectives: Collectives, name: str, unit: str, work: Any) -> None:
+    def __init__(self, collectives: Collectives, name: str, unit: str, work: Any, ticket: Ticket) -> None:
         self._collectives = collectives
         self._name = name
         self._unit = unit
         self._work = work
+        self._ticket = ticket
 
     def wait(self) -> None:
         """Blocks (CPU) or orders the current stream behind the collective (GPU)."""
         work, self._work = self._work, None
         if work is None:
             return
+        note_wait(self._ticket)
         try:
             if self._collectives.timeout is None:
                 work.wait()

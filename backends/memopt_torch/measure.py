@@ -16,9 +16,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
+from memopt.timeline import Phase as WorkPhase
+
+from .journal import Journal
 from .ledger import Ledger, Peak, Phase, Role
+from .operators import flop_formula, tensors_by_argument
 
 _PLAIN_DISPATCH = torch._C._disabled_torch_dispatch_impl
 # c10d's operator names (torch/csrc/distributed/c10d/Ops.cpp) -> what the contract calls them.
@@ -76,17 +79,28 @@ def is_wrapper_type(kind: type) -> bool:
 
 
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors with storages of their own inside `value` (a tensor, a wrapper, or any pytree of them)."""
+    """The tensors with storages of their own inside `value` (a tensor, a wrapper, a sparse one, any pytree of them)."""
     for leaf in tree_leaves(value):
         if not isinstance(leaf, torch.Tensor):
             continue
         if not is_wrapper_type(type(leaf)):
-            yield leaf
+            yield from (leaf,) if leaf.layout is torch.strided else _parts_of_sparse(leaf.detach())
         elif hasattr(leaf, "__tensor_flatten__"):
             for name in getattr(leaf, "__tensor_flatten__")()[0]:  # noqa: B009  # the stubs do not know it
                 yield from plain_tensors(getattr(leaf, name))
         else:
             yield from plain_tensors(getattr(leaf, "_local_tensor", getattr(leaf, "local", None)))
+
+
+def _parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Indices and values; none of a layout that shows no storage (oneDNN's)."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +155,7 @@ class StepMeter(TorchDispatchMode):
         engine: Anything with `buffers() -> Iterable[(tensor, role)]`.
         batch: Tensors of the input batch, any pytree (as `activation`).
         track_modules: Note the module each storage is born in (slower; for pages).
+        journal: Where the work itself is noted, for planning.
     """
 
     model: nn.Module
@@ -148,6 +163,7 @@ class StepMeter(TorchDispatchMode):
     engine: Any = None
     batch: Any = None
     track_modules: bool = False
+    journal: Journal | None = None
     ledger: Ledger = field(init=False)
     _flops: dict[bool, int] = field(init=False)
     _collectives: dict[str, list[int]] = field(init=False)
@@ -251,9 +267,13 @@ class StepMeter(TorchDispatchMode):
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):
                     self._see(leaf)
-        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
-            self._count_collective(func, args, out)
-        self._count_flops(func, args, kwargs, out)
+        name = _COLLECTIVES.get(func._overloadpacket.__name__)
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional") and name is not None:
+            self._count_collective(name, func, args, out)
+            return out
+        flops = self._count_flops(func, args, kwargs, out)
+        if self.journal is not None:
+            self.journal.operator(func, args, kwargs, out, flops=flops, phase=_work_phase(self.ledger.phase))
         return out
 
     def _stream(self) -> int:
@@ -313,19 +333,22 @@ class StepMeter(TorchDispatchMode):
         self._undo.append(register_module_forward_pre_hook(before).remove)
         self._undo.append(register_module_forward_hook(after, always_call=True).remove)
 
-    def _count_collective(self, func: Any, args: Any, out: Any) -> None:
-        name = _COLLECTIVES.get(func._overloadpacket.__name__)
-        if name is None:
-            return  # wait_tensor and the like move nothing
-        sizes = [tensor.numel() * tensor.element_size() for tensor in plain_tensors((args, out))]
+    def _count_collective(self, name: str, func: Any, args: Any, out: Any) -> None:
+        nbytes = max(tensors_by_argument(args, out))
         entry = self._collectives.setdefault(name, [0, 0])
         entry[0] += 1
-        entry[1] += max(sizes, default=0)
+        entry[1] += nbytes
+        if self.journal is not None:
+            phase = _work_phase(self.ledger.phase)
+            self.journal.collective(func, args, out, kind=name, nbytes=nbytes, phase=phase)
 
-    def _count_flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        formula = _flop_formula(func)
-        if formula is not None:
-            self._flops[self.ledger.phase == "recompute"] += formula(*args, **kwargs, out_val=out)
+    def _count_flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+        formula = flop_formula(func)
+        if formula is None:
+            return 0
+        flops = formula(*args, **kwargs, out_val=out)
+        self._flops[self.ledger.phase == "recompute"] += flops
+        return flops
 
     @property
     def flops(self) -> tuple[int, int]:
@@ -355,34 +378,14 @@ class StepMeter(TorchDispatchMode):
         )
 
 
+def _work_phase(phase: Phase) -> WorkPhase:
+    return "forward" if phase == "start" else phase
+
+
 def _thinned(points: list[tuple[int, str]], limit: int) -> Iterator[tuple[int, str]]:
     width = -(-len(points) // limit) or 1
     for first in range(0, len(points), width):
         yield max(points[first : first + width])
-
-
-def _cpu_attention_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """2·(Q·Kᵀ) + 2·(P·V): batch, heads, query and key lengths, head sizes."""
-    batch, heads, q_length, head = query.shape
-    return 2 * batch * heads * q_length * key.shape[-2] * (head + value.shape[-1])
-
-
-def _cpu_attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> int:
-    """Five products where the forward has two: the scores again, then the gradients of V, P, Q and K."""
-    batch, heads, q_length, head = query.shape
-    return 2 * batch * heads * q_length * key.shape[-2] * (3 * head + 2 * value.shape[-1])
-
-
-# torch's own table has the CUDA kernels only.
-_CPU_FLOPS = {
-    "_scaled_dot_product_flash_attention_for_cpu": _cpu_attention_flops,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward_flops,
-}
-
-
-def _flop_formula(func: Any) -> Any:
-    packet = func._overloadpacket
-    return flop_registry.get(packet) or _CPU_FLOPS.get(packet.__name__)
 
 
 def _fsdp2_gathered(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -1,7 +1,7 @@
 """What the allocator would hold for a whole model's step, from a trace of some of its layers.
 
 Live bytes grow evenly with depth, what an allocator reserves does not: it depends on the order in which memory comes
-and goes. So the layer in the middle of a trace is unrolled: its allocations are repeated, each freed where the
+and goes. So layers in the middle of a trace are unrolled: their allocations are repeated, each freed where the
 original's are, and the step that results is replayed through the allocator.
 """
 
@@ -22,6 +22,51 @@ class Place:
 
     kind: str
     layer: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Layers of a trace that are repeated: `times` more of them come after the `width` layers from `first` on."""
+
+    first: int
+    width: int
+    times: int
+
+    def __contains__(self, layer: int) -> bool:
+        return self.first <= layer < self.first + self.width
+
+    def later(self, layer: int) -> int:
+        """The number of a layer of the trace once the copies are there."""
+        return layer + self.times * self.width if layer >= self.first + self.width else layer
+
+    def origin(self, layer: int) -> int:
+        """The traced layer that a layer of the longer step is, or is a copy of."""
+        behind = layer - self.first
+        if behind < self.width:
+            return layer
+        return (
+            self.first + behind % self.width
+            if behind < self.width * (self.times + 1)
+            else layer - self.times * self.width
+        )
+
+    def repeated(self, stretches: Sequence[tuple[Place, int]]) -> Iterator[tuple[Place, int]]:
+        """The stretches with the copies' between: after the layers' own on the way up, before them on the way down."""
+        at = 0
+        while at < len(stretches):
+            place, turn = stretches[at]
+            if place.layer not in self:
+                yield replace(place, layer=self.later(place.layer)), turn
+                at += 1
+                continue
+            end = at
+            while end < len(stretches) and stretches[end][0].layer in self:
+                end += 1
+            own = stretches[at:end]
+            is_down = at > 0 and stretches[at - 1][0].layer > place.layer
+            for copy in range(self.times, -1, -1) if is_down else range(self.times + 1):
+                yield from ((replace(one, layer=one.layer + copy * self.width), turned) for one, turned in own)
+            at = end
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +105,19 @@ class Allocations:
         """Held before the step."""
         return sum(life.nbytes for life in self.lives if life.born is None)
 
-    def unrolled(self, layer: int, times: int, *, more_start_bytes: int = 0) -> Allocations:
-        """The step of a model with `times` more layers like that one, after it.
+    def unrolled(self, block: Block, *, more_start_bytes: int = 0) -> Allocations:
+        """The step of a model that has those layers more often.
 
         Args:
-            layer: One whose neighbours are like it.
-            times: Copies.
-            more_start_bytes: What those layers hold before the step, in all.
+            block: Layers whose neighbours are like them.
+            more_start_bytes: What the further layers hold before the step, in all.
         """
         lives: list[_Life] = [_Life(more_start_bytes, 0, None, None)] if more_start_bytes else []
         for life in self.lives:
-            lives.append(_moved(life, layer, times, 0))
-            if life.born is not None and life.born.place.layer == layer:
-                lives += [_moved(life, layer, times, copy) for copy in range(1, times + 1)]
-        return Allocations(tuple(_with_copies(self.stretches, layer, times)), tuple(lives))
+            lives.append(_moved(life, block, 0))
+            if life.born is not None and life.born.place.layer in block:
+                lives += [_moved(life, block, copy) for copy in range(1, block.times + 1)]
+        return Allocations(tuple(block.repeated(self.stretches)), tuple(lives))
 
     def reserved_bytes(self, *, is_expandable: bool) -> int:
         """What torch's allocator on CUDA reserves for steps like this, once the second has run."""
@@ -138,48 +182,24 @@ def allocations(ledger: Ledger, marks: Sequence[tuple[int, Place]]) -> Allocatio
     return Allocations(tuple(stretches), tuple(lives))
 
 
-def _moved(life: _Life, layer: int, times: int, copy: int) -> _Life:
-    """The allocation in the longer step: what lies behind `layer` moves on, a copy goes with its own layer."""
+def _moved(life: _Life, block: Block, copy: int) -> _Life:
+    """The allocation in the longer step: what lies behind the block moves on, a copy goes with its own layers."""
     if life.born is None:
-        return replace(life, died=_shifted(life.died, layer, times))
+        return replace(life, died=_shifted(life.died, block))
     old = life.born.place.layer
-    born = _at(life.born, old + copy if old == layer else _later(old, layer, times))
+    born = _at(life.born, old + copy * block.width if old in block else block.later(old))
     died = life.died
     if died is None or died.place.layer < 0:
         return replace(life, born=born, died=died)
     apart = died.place.layer - old
-    if old >= 0 and abs(apart) <= _NEAR:
+    if old >= 0 and abs(apart) <= _NEAR * block.width:
         return replace(life, born=born, died=_at(died, born.place.layer + apart))
-    return replace(life, born=born, died=_shifted(died, layer, times))
+    return replace(life, born=born, died=_shifted(died, block))
 
 
-def _later(number: int, layer: int, times: int) -> int:
-    return number + times if number > layer else number
-
-
-def _shifted(moment: _Moment | None, layer: int, times: int) -> _Moment | None:
-    return None if moment is None else _at(moment, _later(moment.place.layer, layer, times))
+def _shifted(moment: _Moment | None, block: Block) -> _Moment | None:
+    return None if moment is None else _at(moment, block.later(moment.place.layer))
 
 
 def _at(moment: _Moment, layer: int) -> _Moment:
     return replace(moment, place=replace(moment.place, layer=layer))
-
-
-def _with_copies(stretches: Sequence[tuple[Place, int]], layer: int, times: int) -> Iterator[tuple[Place, int]]:
-    """The stretches with the copies' between: after the layer's own on the way up, before them on the way down."""
-    at = 0
-    while at < len(stretches):
-        place, turn = stretches[at]
-        if place.layer != layer:
-            yield replace(place, layer=_later(place.layer, layer, times)), turn
-            at += 1
-            continue
-        end = at
-        while end < len(stretches) and stretches[end][0].layer == layer:
-            end += 1
-        own = stretches[at:end]
-        is_down = at > 0 and stretches[at - 1][0].layer > layer
-        order = range(times, -1, -1) if is_down else range(times + 1)
-        for copy in order:
-            yield from ((replace(one, layer=layer + copy), turned) for one, turned in own)
-        at = end

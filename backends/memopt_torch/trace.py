@@ -24,9 +24,11 @@ from memopt.spec import ModelSpec
 
 from .fake import fake_gaps, told_where
 from .inventory import names_of
+from .journal import Journal
 from .ledger import SegmentPeak
-from .measure import Collective, StepMeter, StepResult
+from .measure import Collective, StepMeter, StepResult, is_host_storage
 from .reserved import Allocations, Place, allocations
+from .work import Work
 
 Label = tuple[str, ...]
 """Where in a step: (`forward` | `after` | `backward`, stack, place of the layer) or (`start`,), (`optimizer`,)."""
@@ -91,6 +93,8 @@ class Traced:
         host_bytes: Highest host bytes.
         result: Everything the meter found.
         allocations: Each allocation's life, for the allocator's replay.
+        work: What was run, copied and sent, and who waited for whom, for the simulator.
+        num_micro: Micro-batches that were run.
     """
 
     segments: Mapping[Label, SegmentPeak]
@@ -98,6 +102,8 @@ class Traced:
     host_bytes: int
     result: StepResult
     allocations: Allocations
+    work: Work
+    num_micro: int
 
 
 @contextmanager
@@ -181,12 +187,14 @@ class _Marks:
     """Notes in the ledger where the step comes to each layer."""
 
     meter: StepMeter
+    journal: Journal
     starts: list[tuple[int, Label]] = field(default_factory=list)
     places: list[tuple[int, Place]] = field(default_factory=list)
 
     def __call__(self, *label: str, layer: int = -1) -> None:
         self.starts.append((len(self.meter.ledger.events), label))
         self.places.append((len(self.meter.ledger.events), Place(label[0], layer)))
+        self.journal.enter(Place(label[0], layer))
 
     def watch(self, model: nn.Module, cuts: Sequence[LayerCut], stack: ExitStack) -> None:
         """Mark each kept layer's forward and backward, and the optimizer's step."""
@@ -296,26 +304,33 @@ def _two_steps(
     optimizer = applied.optimizer(workload.optimizer)
     batch = _fake_batch(workload.batch)
     laps: list[Amounts] = []
-    meter = StepMeter(model, (optimizer,), engine=applied.engine, batch=batch, track_modules=True)
+    journal = Journal(is_host_storage)
+    meter = StepMeter(model, (optimizer,), engine=applied.engine, batch=batch, track_modules=True, journal=journal)
 
-    def step(lap: Callable[[], None]) -> None:
+    def step(finish: Callable[[], None]) -> None:
         for _ in range(num_micro):
             workload.loss(model, batch).backward()
-            lap()
+            finish()
         if workload.clip_norm is not None:
             applied.clip_grad_norm_(workload.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        lap()
+        finish()
+
+    def lap() -> None:
+        laps.append(_so_far(meter, applied))
+        journal.lap += 1
+        journal.enter(Place("between"))
 
     step(lambda: None)
     before = _so_far(meter, applied)
     with ExitStack() as stack:
-        marks = _Marks(meter)
+        marks = _Marks(meter, journal)
+        stack.enter_context(journal.kept())
         stack.enter_context(meter)
         marks("start")
         marks.watch(model, cuts, stack)
-        step(lambda: laps.append(_so_far(meter, applied)))
+        step(lap)
     result = meter.result()
     return Traced(
         segments=marks.segments(),
@@ -323,6 +338,8 @@ def _two_steps(
         host_bytes=result.peak.host_nbytes,
         result=result,
         allocations=allocations(meter.ledger, marks.places),
+        work=Work.of(journal),
+        num_micro=num_micro,
     )
 
 

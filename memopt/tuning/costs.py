@@ -7,6 +7,7 @@ vocabulary's, so one table serves every family that has names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -170,6 +171,7 @@ class _LayerCosts:
         hbm = self.rates.hbm_bytes_per_s
         gather_s, reduce_s = self._collectives()
         unit = self.plan.unit_of(self.layer.unit)
+        reshard = unit.reshard_after_forward
         pointwise = _POINTWISE_PASSES * self.hidden_bytes + 3 * self.layer.nbytes("mlp_act")
         return LayerClass(
             name=name,
@@ -180,8 +182,15 @@ class _LayerCosts:
             recompute_s=_RECOMPUTED_PASSES * self.hidden_bytes / hbm if unit.region else 0.0,
             gather_s=gather_s,
             reduce_s=reduce_s,
-            gather_again=unit.reshard_after_forward is not False,
+            gather_again=reshard is not False,
+            group_gather_s=None if isinstance(reshard, bool) else self._gather_s(reshard),
         )
+
+    def _gather_s(self, group: int) -> float:
+        """Seconds in which so many neighbours on `fsdp` bring a layer's weights together."""
+        moved = unit_whole_bytes(self.plan).get(self.layer.unit, 0) * (group - 1) / group
+        gather = Task("all_gather", "collective", nbytes=moved, group=group, stride=_stride(self.plan, "fsdp"))
+        return task_seconds(gather, self.rates)
 
     def _collectives(self) -> tuple[float, float]:
         """Seconds of the unit's all-gather and of its gradients' reduction."""
@@ -193,14 +202,22 @@ class _LayerCosts:
         width = ITEMSIZE.get(plan.precision.get("reduce", "float32"), 4)
         held = ITEMSIZE.get(plan.precision.get("compute", "float32"), 4)
         moved = whole * (group - 1) / group
-        gather = Task("all_gather", "collective", nbytes=moved, group=group)
-        reduce = Task("reduce_scatter", "collective", nbytes=moved * width / held, group=group)
+        stride = _stride(plan, "fsdp")
+        reduce = Task("reduce_scatter", "collective", nbytes=moved * width / held, group=group, stride=stride)
         replicas = plan.axis_size("replicate")
         extra_s = 0.0
         if replicas > 1:
             shard = 2 * whole * width / held / group * (replicas - 1) / replicas
-            extra_s = task_seconds(Task("all_reduce", "collective", nbytes=shard, group=plan.world_size), self.rates)
-        return task_seconds(gather, self.rates), task_seconds(reduce, self.rates) + extra_s
+            between = Task("all_reduce", "collective", nbytes=shard, group=replicas, stride=_stride(plan, "replicate"))
+            extra_s = task_seconds(between, self.rates)
+        return self._gather_s(group), task_seconds(reduce, self.rates) + extra_s
+
+
+def _stride(plan: Plan, axis: str) -> int:
+    """Devices between neighbours along a mesh axis: the product of the axes inside it."""
+    names = [name for name, _ in plan.mesh]
+    inside = plan.mesh[names.index(axis) + 1 :] if axis in names else ()
+    return math.prod(size for _, size in inside)
 
 
 def _groups(costs: _LayerCosts, names: list[str]) -> list[tuple[str, ...]]:

@@ -19,8 +19,9 @@ from memopt.spec import ModelSpec
 from memopt.targets import load_target
 from memopt.workloads import Workload
 from memopt_torch import BACKEND, trace
+from memopt_torch.depths import cuts_of, find_runs, fit_step, reserved
 from memopt_torch.measure import StepMeter
-from memopt_torch.plan import _told, cuts_of, estimate, find_runs, fit_step, reserved
+from memopt_torch.plan import _told, estimate
 from memopt_torch.shapes import shapes_of
 from memopt_torch.testing import run_ranks
 from memopt_torch.trace import LayerCut, cut_plan
@@ -172,7 +173,7 @@ def test_what_few_layers_foretell_is_what_all_of_them_do(
     job = workload(lambda: Model(num_layers))
     plan, spec = lowered(job, source, world_size)
     few = fit_step(job, plan, spec)
-    monkeypatch.setattr("memopt_torch.plan._WHOLE_UP_TO", 100)
+    monkeypatch.setattr("memopt_torch.depths._WHOLE_UP_TO", 100)
     whole = fit_step(job, plan, spec)
     assert not few.is_whole
     assert f"of {num_layers} layers" in few.note
@@ -211,7 +212,7 @@ def test_memory_the_allocator_reserves_follows_from_few_layers_too(
     job = workload(lambda: Model(20))
     plan, spec = lowered(job, source, world_size)
     few = fit_step(job, plan, spec)
-    monkeypatch.setattr("memopt_torch.plan._WHOLE_UP_TO", 100)
+    monkeypatch.setattr("memopt_torch.depths._WHOLE_UP_TO", 100)
     whole = fit_step(job, plan, spec)
     assert not few.is_whole
     for setting, nbytes in reserved(few).items():
@@ -310,7 +311,7 @@ def test_buffers_that_layers_use_in_turn_do_not_force_a_trace_of_all_of_them(mon
         }
         return replace(found, segments=segments)
 
-    monkeypatch.setattr("memopt_torch.plan.trace_step", alternating)
+    monkeypatch.setattr("memopt_torch.depths.trace_step", alternating)
     job = workload(lambda: Model(20))
     fit = fit_step(job, *lowered(job, policy()))
     assert fit.note.startswith("traced 4, 6, 8 of 20 layers")
