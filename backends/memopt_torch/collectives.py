@@ -196,7 +196,7 @@ class Pending:
 
     __slots__ = ("_collectives", "_name", "_ticket", "_unit", "_work")
 
-    def __init__(self, collectives: Collectives, name: str, unit: str, work: Any, ticket: Ticket) -> None:
+    def __init__(self, collectives: Collectives, name: str, unit: str, work: Any, ticket: Ticket = None) -> None:
         self._collectives = collectives
         self._name = name
         self._unit = unit
