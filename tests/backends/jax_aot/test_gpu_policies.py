@@ -57,4 +57,4 @@ def test_the_405b_policy_fits_the_hosts_of_64_gb200() -> None:
     assert on_host < 200 * GIB
     assert on_host * target.devices_per_node < target.host_bytes_per_node
     gates = [row for row in plan.rows_of("activation") if row.tensor == "mlp_gate"]
-    assert sum(row.residual == "offload" for row in gates) == round(0.6 * 126)
+    assert sum(row.residual == "offload" for row in gates) == round(0.55 * 126)
