@@ -27,7 +27,7 @@ _NOT_READ = frozenset({"nll_loss_backward"})  # of a large operand, only the sha
 def flop_formula(func: Any) -> Callable[..., int] | None:
     """How many FLOPs a call of the operator takes, for those that multiply matrices."""
     packet = func._overloadpacket
-    return flop_registry.get(packet) or _CPU_FLOPS.get(packet.__name__)
+    return flop_registry.get(packet) or _MORE_FLOPS.get(packet.__name__)
 
 
 def bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
@@ -98,8 +98,23 @@ def _cpu_attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *
     return 2 * batch * heads * q_length * key.shape[-2] * (3 * head + 2 * value.shape[-1])
 
 
-# torch's own table has the CUDA kernels only.
-_CPU_FLOPS: dict[str, Callable[..., int]] = {
+def _grouped_flops(left: Any, right: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """Products of groups of rows with a matrix each: rows x inner x columns, times the groups where both have them."""
+    groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return 2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
+def _grouped_backward_flops(rows: Any, weights: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """The gradients of the rows [T, K] and of the weights [G, K, N]."""
+    return 4 * rows.shape[0] * weights.shape[-2] * weights.shape[-1]
+
+
+# torch's own table has CUDA's attention and no grouped products (experts); the last two are what Transformers falls
+# back to.
+_MORE_FLOPS: dict[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _cpu_attention_flops,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward_flops,
+    "_grouped_mm": _grouped_flops,
+    "grouped_mm_fallback": _grouped_flops,
+    "grouped_mm_fallback_backward": _grouped_backward_flops,
 }

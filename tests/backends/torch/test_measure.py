@@ -159,3 +159,22 @@ def test_attention_flops_on_the_cpu_equal_those_of_the_products() -> None:
         torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
     product = 2 * batch * heads * length * length * head
     assert meter.result().flops == (2 + 5) * product
+
+
+@pytest.mark.parametrize("product", ["torch", "transformers"])
+def test_products_of_experts_are_counted_whichever_kernel_runs_them(product: str) -> None:
+    """Rows go to one expert each: twice rows x inner x columns, and as much for each of the two gradients."""
+    import transformers.integrations.moe  # noqa: F401  # registers its own kernel
+
+    rows = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    experts = nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH, dtype=torch.bfloat16))
+    ends = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
+    model = nn.ParameterList([experts])
+    with StepMeter(model) as meter:
+        if product == "torch":
+            out = torch._grouped_mm(rows, experts, offs=ends)
+        else:
+            out = torch.ops.transformers.grouped_mm_fallback(rows, experts, ends)
+        assert meter.flops[0] == 2 * 32 * WIDTH * 2 * WIDTH
+        out.float().sum().backward()
+    assert meter.flops[0] == 3 * 2 * 32 * WIDTH * 2 * WIDTH
