@@ -172,9 +172,14 @@ def unit_whole_bytes(plan: Plan) -> dict[str, int]:
 
 def _gathered(plan: Plan) -> int:
     whole = unit_whole_bytes(plan)
-    sizes = [(unit.reshard_after_forward is False, whole.get(unit.name, 0)) for unit in plan.units]
-    kept = whole.get(ROOT, 0) + sum(size for stays, size in sizes if stays)
-    freed = [0 if stays else size for stays, size in sizes]
+    kept, freed = whole.get(ROOT, 0), []
+    for unit in plan.units:
+        size, parts = whole.get(unit.name, 0), unit.reshard_after_forward
+        if parts is False:
+            kept += size
+        elif parts is not True:  # between forward and backward it is split over so many devices
+            kept += size // parts
+        freed.append(0 if parts is False else size)
     pairs = [sum(freed[index : index + 2]) for index in range(len(freed))]
     return kept + max(pairs, default=0)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
@@ -54,7 +55,11 @@ def _parts(result: PlanResult) -> Iterator[RenderableType]:
             "" if result.time.least_transfer_s is None else f"; at least {format_seconds(result.time.least_transfer_s)}"
         )
         yield Text(f"  host link: {moved} a step{least}")
-    fraction = result.to_json()["recompute"]["fraction"]
+    data = result.to_json()
+    waits = describe_waits(data["overlap"])
+    if waits:
+        yield Text(f"  waits: {waits}")
+    fraction = data["recompute"]["fraction"]
     if traffic.recompute_flops:
         share = "" if fraction is None else f", {fraction:.1%} of the step"
         yield Text(f"  recompute: {format_count(traffic.recompute_flops, 'FLOP')}{share}")
@@ -111,6 +116,17 @@ def describe_time(time: StepTime) -> str:
         return f"not estimated: {time.from_what}"
     interval = f"{format_seconds(time.low_s)} to {format_seconds(time.high_s)}"
     return f"{interval}, about {format_seconds(time.estimate_s)}; bound by {time.bound_by}; {time.from_what}"
+
+
+def describe_waits(overlap: Mapping[str, Any]) -> str:
+    """`31 ms for host copies (91.4% of them hidden), 12 ms for collectives`; empty where nothing is waited for."""
+    found = []
+    hidden = overlap["hidden_fraction"]
+    if hidden is not None:
+        found.append(f"{format_seconds(overlap['exposed_s'])} for host copies ({hidden:.1%} of them hidden)")
+    if overlap.get("collectives_exposed_s"):
+        found.append(f"{format_seconds(overlap['collectives_exposed_s'])} for collectives")
+    return ", ".join(found)
 
 
 def side_by_side(results: Sequence[PlanResult | Refused]) -> Table:

@@ -74,6 +74,15 @@ def test_units_that_are_not_resharded_add_up(plan_of):
     assert planned_bytes(plan).gathered == sum(unit_whole_bytes(plan).values())
 
 
+def test_units_resharded_over_groups_keep_a_part_of_each(plan_of):
+    """From the forward pass to the backward pass a group of two holds every such layer, half of it a device."""
+    part = plan_of({"rules": [SHARD], "unit_defaults": {"reshard_after_forward": 2}}, world_size=4)
+    whole = plan_of({"rules": [SHARD]}, world_size=4)
+    layers = [size for unit, size in unit_whole_bytes(part).items() if unit.startswith("layers.")]
+    assert len(layers) == 4
+    assert planned_bytes(part).gathered - planned_bytes(whole).gathered == sum(size // 2 for size in layers)
+
+
 def test_weights_are_gathered_in_the_compute_dtype(plan_of):
     whole = unit_whole_bytes(plan_of({"rules": [SHARD]}))
     half = unit_whole_bytes(plan_of({"rules": [SHARD], "precision": {"compute": "bfloat16"}}))

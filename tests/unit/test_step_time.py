@@ -178,3 +178,27 @@ def test_a_run_of_other_policies_names_what_it_has(tmp_path, sized_backend):
         plan_policies(["configs/policies/none.yaml"], setting, calibrate=file)
     assert error.value.problems[0].code == "calibrate-no-match"
     assert "sized/mine" in str(error.value)
+
+
+def test_operators_of_one_task_are_bound_each_by_its_own():
+    """A product and a sum in one task: seconds add up, they do not hide each other."""
+    rates = rates_for(H100, GUESS)
+    both = Task("layer", "compute", flops=1e15, hbm_bytes=1e12, parts=((1e15, 0.0), (0.0, 1e12)))
+    assert task_seconds(both, rates) == pytest.approx(1e15 / rates.flops + 1e12 / rates.hbm_bytes_per_s)
+
+
+def test_replicas_that_are_apart_have_one_card_of_a_node_each():
+    """Neighbours eight devices apart meet over the network, and each of a node's groups has its own card."""
+    rates = rates_for(load_target("gpu:a100:16"), GUESS)
+    apart = task_seconds(Task("all_reduce", "collective", nbytes=1e9, group=2, stride=8), rates)
+    beside = task_seconds(Task("all_reduce", "collective", nbytes=1e9, group=2), rates)
+    assert apart == pytest.approx(1e9 / (25e9 * GUESS.fabric))
+    assert beside == pytest.approx(1e9 / (300e9 * GUESS.fabric))
+
+
+def test_the_table_says_what_the_computation_waits_for():
+    from memopt.plan_table import describe_waits
+
+    waits = {"exposed_s": 0.031, "hidden_fraction": 0.914, "collectives_exposed_s": 0.012}
+    assert describe_waits(waits) == "31.0 ms for host copies (91.4% of them hidden), 12.0 ms for collectives"
+    assert describe_waits({"exposed_s": 0.0, "hidden_fraction": None, "collectives_exposed_s": 0.0}) == ""
