@@ -28,6 +28,7 @@ _SUPPORTED = frozenset(
         "shard:optimizer_state",
         "shard:dimension",
         "fraction:activation",
+        "fraction:optimizer_state",
         "layers:scan",
         "update_on:device",
         "name",
@@ -44,7 +45,6 @@ _SUPPORTED = frozenset(
 _INSTEAD = {
     "offload:grad": "leave gradients on the device: they live from the backward pass to the update only",
     "fraction:param": "offload the parameters of whole stacks: a scanned stack's layers are one array",
-    "fraction:optimizer_state": "offload the state of some parameters: `match: {role: optimizer_state, path: ...}`",
     "update_on:host": "update_on: device, which streams the state layer by layer",
     "reshard_after_forward:int": "reshard_after_forward: true or false",
     "prefetch": "leave prefetch at 1: XLA's latency hiding scheduler decides how far ahead weights are gathered",
@@ -112,6 +112,12 @@ class JaxBackend:
         from .estimate import estimate
 
         return estimate(workload, plan, spec, target=target, progress=progress)
+
+    def comparison_options(self, device: str) -> dict[str, Any]:
+        """Compiler options of a comparison's rows on `cpu` or `gpu`, which its plans are made with too."""
+        from .compiler_options import comparison_options
+
+        return comparison_options(device)
 
     def launch(self, job_file: str, *, world_size: int) -> Launch:
         """How to start a comparison's worker."""

@@ -104,11 +104,44 @@ class Lowered:
         shape = tuple(getattr(leaf, "shape", ()))
         for start in range(len(keys)):
             name = canonical_path(".".join(keys[start:]))
-            row = self._rows("param" if start == 0 else "optimizer_state").get(name)
+            role = "param" if start == 0 else "optimizer_state"
+            row = self._rows(role).get(name)
+            self._require_one_place(role, name, row, shape)
             if row is not None and row.shape is not None and shape[len(shape) - len(row.shape) :] == row.shape:
                 leading = len(shape) - len(row.shape)
                 return self._layouts.sharding(row.layout, len(shape), leading=leading, kind=row.memory_kind)
         return self._layouts.replicated()
+
+    def _require_one_place(self, role: str, name: str, row: PlanRow | None, shape: tuple[int, ...]) -> None:
+        """Refuse to place an array of all layers by its first layer's row where the rows differ.
+
+        Raises:
+            MemoptError: `layers-differ`.
+        """
+        if row is None or row.shape is None or len(shape) == len(row.shape) or name not in self._differing[role]:
+            return
+        raise MemoptError.of(
+            "layers-differ",
+            f"`{name}` is one array for all layers, and the rules place the {role.replace('_', ' ')} of its layers "
+            "differently",
+            hint="give all layers the same rules, or keep the layers in a Python list; apply_policy keeps such state "
+            "in two arrays",
+            path=row.path,
+        )
+
+    @cached_property
+    def _differing(self) -> Mapping[str, frozenset[str]]:
+        """Role -> names without an index under which the rows of a stack's layers are placed differently."""
+        stacks = {unit.stack for unit in self._plan.units if unit.stack is not None}
+        found: dict[str, set[str]] = {"param": set(), "optimizer_state": set()}
+        for role, names in found.items():
+            first: dict[str, PlanRow] = {}
+            for row in self._plan.rows_of(role):
+                for name in _without_index(row.path, stacks):
+                    other = first.setdefault(name, row)
+                    if (row.memory_kind, row.layout) != (other.memory_kind, other.layout):
+                        names.add(name)
+        return {role: frozenset(names) for role, names in found.items()}
 
     @cached_property
     def _layouts(self) -> Layouts:

@@ -18,8 +18,9 @@ from . import checkpoint, nnx_apply
 from .applied import AppliedBase
 from .checking import Gradients, compare
 from .compiled import verify_no_user_remat
+from .cut_state import is_cut
 from .nnx_optimizer import PlacedOptimizer
-from .optimizer import transformation_of
+from .optimizer import checkpoint_template, from_checkpoint, to_checkpoint, transformation_of
 from .placement import leaf_path
 from .remat import Static
 from .treatments import without_residuals
@@ -63,7 +64,7 @@ class NnxApplied(AppliedBase):
         placed = self.optimizer(optimizer.tx, wrt=optimizer.wrt)
         from .shardings import place
 
-        values = nnx.state(optimizer)
+        values = self.placement.cut(nnx.state(optimizer))
         nnx.update(placed, place(values, self.placement.state_shardings(values)))
 
     def optimizer(self, cls_or_tx: Any, params: Any = None, **kw: Any) -> PlacedOptimizer:
@@ -189,32 +190,28 @@ class NnxApplied(AppliedBase):
             directory: Must not exist.
             extra: Plain data to come back from `load`, such as the step.
         """
-        checkpoint.save(directory, self._parts(), extra)
+        parts = {part: _named(to_checkpoint(state)) for part, state in self._states().items()}
+        checkpoint.save(directory, parts, extra)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Resume into the model and the optimizer, in place, laid out as this policy says; returns what was extra.
 
         The checkpoint may come from another mesh, another policy, or none.
         """
-        parts = self._parts()
-        restored, extra = checkpoint.load(directory, parts)
-        for part, holder in (("params", self.model), ("optimizer", self._optimizer)):
-            if part in restored:
-                state = nnx.state(holder)
-                leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-                values = [restored[part][_name(path)] for path, _ in leaves]
-                nnx.update(holder, jax.tree.unflatten(structure, values))
+        states = self._states()
+        templates = {part: _named(checkpoint_template(state)) for part, state in states.items()}
+        restored, extra = checkpoint.load(directory, templates)
+        for part, holder in self._holders().items():
+            leaves, structure = jax.tree_util.tree_flatten_with_path(states[part], is_leaf=is_cut)
+            values = [from_checkpoint(restored[part][_name(path)], leaf) for path, leaf in leaves]
+            nnx.update(holder, structure.unflatten(values))
         return extra
 
-    def _parts(self) -> dict[str, dict[str, Any]]:
-        holders = {"params": self.model} | ({} if self._optimizer is None else {"optimizer": self._optimizer})
-        return {
-            part: {
-                _name(path): leaf
-                for path, leaf in jax.tree_util.tree_flatten_with_path(self._on_mesh(nnx.state(holder)))[0]
-            }
-            for part, holder in holders.items()
-        }
+    def _holders(self) -> dict[str, Any]:
+        return {"params": self.model} | ({} if self._optimizer is None else {"optimizer": self._optimizer})
+
+    def _states(self) -> dict[str, Any]:
+        return {part: self._on_mesh(nnx.state(holder)) for part, holder in self._holders().items()}
 
     def figures(self) -> Any:
         """Bytes, FLOPs and collectives of the compiled step, measured on the executable."""
@@ -225,6 +222,10 @@ class NnxApplied(AppliedBase):
 
 def _name(path: Any) -> str:
     return ".".join(leaf_path(path))
+
+
+def _named(state: Any) -> dict[str, Any]:
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
 
 
 def _filters(optimizer: Any) -> tuple[Any, Any]:

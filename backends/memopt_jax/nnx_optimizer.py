@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import optax
 from flax import nnx
 
@@ -19,7 +20,7 @@ class PlacedOptimizer(nnx.Optimizer):
     ) -> None:
         super().__init__(model, tx, wrt=wrt)
         self._fused = nnx.static(update)
-        state = nnx.state(self)
+        state = placement.cut(nnx.state(self))
         nnx.update(self, place(state, placement.state_shardings(state)))
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> None:
@@ -36,5 +37,10 @@ class PlacedOptimizer(nnx.Optimizer):
         gradients = nnx.as_pure(nnx.state(grads, self.wrt))
         params, state = self._fused(gradients, nnx.as_pure(self.opt_state), params)
         nnx.update(model, params)
-        nnx.update(self.opt_state, nnx.state(state))
+        # Variable by variable: an array in two parts is the value of one variable.
+        jax.tree.map(_set, self.opt_state, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
         self.step[...] += 1
+
+
+def _set(variable: Any, value: Any) -> None:
+    variable.set_value(value)

@@ -17,6 +17,7 @@ from memopt.errors import MemoptError
 from memopt.plan import Plan, PlanRow
 from memopt.spec import ModelSpec
 
+from .cut_state import Cut, CutArray, cut_array, cuts_of, in_parts, is_cut, joined, whole_on_host
 from .inventory import canonical_path
 from .placement import leaf_path
 from .shardings import Layouts
@@ -57,6 +58,8 @@ class StatePlacement:
         param_rows: Parameter label -> its own row.
         grad_rows: Parameter label -> its `grad` row.
         template: Index-free labels.
+        cuts: Label of a scanned parameter -> which layers of its state rest on the host, where some do and some do not.
+        lists: Paths of the layers kept in a Python list (`layers`).
     """
 
     layouts: Layouts
@@ -64,10 +67,16 @@ class StatePlacement:
     param_rows: Mapping[str, PlanRow]
     grad_rows: Mapping[str, PlanRow]
     template: Template
+    cuts: Mapping[str, Cut]
+    lists: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan, spec: ModelSpec, layouts: Layouts) -> StatePlacement:
-        """Read it off the plan."""
+        """Read it off the plan.
+
+        Raises:
+            MemoptError: `stack-state-differs`.
+        """
         template = Template(spec)
 
         def first(role: str) -> dict[str, PlanRow]:
@@ -76,12 +85,16 @@ class StatePlacement:
                 found.setdefault(template.label(row.path), row)
             return found
 
-        return cls(layouts, first("optimizer_state"), first("param"), first("grad"), template)
+        cuts_of(plan.rows_of("grad"), template)  # gradients are never offloaded: only their layouts can differ
+        cuts = cuts_of(plan.rows_of("optimizer_state"), template)
+        lists = tuple(stack.path for stack in spec.stacks if stack.kind == "loop")
+        return cls(layouts, first("optimizer_state"), first("param"), first("grad"), template, cuts, lists)
 
     @property
     def offloads_any(self) -> bool:
         """Whether any parameter or optimizer state rests on the host."""
-        return any(row.memory_kind == "pinned_host" for rows in (self.rows, self.param_rows) for row in rows.values())
+        rows = (*self.rows.values(), *self.param_rows.values())
+        return bool(self.cuts) or any(row.memory_kind == "pinned_host" for row in rows)
 
     def param_shardings(self, params: Any) -> Any:
         """A sharding for every parameter of a tree."""
@@ -97,13 +110,48 @@ class StatePlacement:
                 return label
         return None
 
+    def layer_of(self, label: str) -> str:
+        """The layer of a Python list that a parameter lies in (`layers.3`); elsewhere the parameter itself."""
+        inside = [path for path in self.lists if label.startswith(f"{path}.")]
+        if not inside:
+            return label
+        path = min(inside, key=len)
+        return f"{path}.{label[len(path) + 1 :].partition('.')[0]}"
+
     def _fits(self, row: PlanRow, label: str, shape: tuple[int, ...]) -> bool:
         length = self.template.length(label)
         return (*(() if length is None else (length,)), *(row.shape or ())) == tuple(shape)
 
     def state_shardings(self, state: Any) -> Any:
-        """A sharding for every leaf of an optimizer state."""
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: self._sharding(path, leaf, self.rows), state)
+        """A sharding for every leaf of an optimizer state, cut or to be cut."""
+
+        def of(path: Any, leaf: Any) -> Any:
+            if not isinstance(leaf, CutArray):
+                return self._sharding(path, leaf, self.rows)
+            row = self.rows[self._required_label(path, leaf)]
+            at = {kind: self._laid_out(row, leaf.ndim, kind) for kind in ("pinned_host", "device")}
+            return CutArray(at["pinned_host"], at["device"], leaf.cut)
+
+        return jax.tree_util.tree_map_with_path(of, state, is_leaf=is_cut)
+
+    def cut(self, state: Any) -> Any:
+        """An optimizer state with the arrays of which only some layers rest on the host in two parts."""
+
+        def of(path: Any, leaf: Any) -> Any:
+            cut = None if is_cut(leaf) else self._cut_of(path, leaf)
+            return leaf if cut is None else cut_array(leaf, cut)
+
+        return jax.tree_util.tree_map_with_path(of, state, is_leaf=is_cut) if self.cuts else state
+
+    def _cut_of(self, path: Any, leaf: Any) -> Cut | None:
+        label = self.label_of(path, leaf.shape, self.rows) if getattr(leaf, "ndim", 0) else None
+        return None if label is None else self.cuts.get(label)
+
+    def _required_label(self, path: Any, leaf: CutArray) -> str:
+        label = self.label_of(path, leaf.shape, self.rows)
+        if label is None:
+            raise RuntimeError(f"{jax.tree_util.keystr(path)} is cut and belongs to no parameter")
+        return label
 
     def constrain_gradients(self, gradients: Any) -> Any:
         """Gradients on the device and laid out as planned: reduce-scattered where they are sharded."""
@@ -119,7 +167,9 @@ class StatePlacement:
         return jax.tree_util.tree_map_with_path(constrain, gradients)
 
     def rests_on_host(self, path: Any, leaf: Any, rows: Mapping[str, PlanRow]) -> bool:
-        """Whether a leaf, of the state or of the parameters, rests on the host."""
+        """Whether a leaf, of the state or of the parameters, rests on the host as a whole."""
+        if is_cut(leaf):
+            return False
         label = self.label_of(path, leaf.shape, rows) if leaf.ndim else None
         return label is not None and rows[label].memory_kind == "pinned_host"
 
@@ -127,10 +177,10 @@ class StatePlacement:
         label = self.label_of(path, leaf.shape, rows) if getattr(leaf, "ndim", 0) else None
         if label is None:
             return self.layouts.replicated()
-        row = rows[label]
-        leading = leaf.ndim - len(row.shape or ())
-        kind = "device" if on_device else row.memory_kind
-        return self.layouts.sharding(row.layout, leaf.ndim, leading=leading, kind=kind)
+        return self._laid_out(rows[label], leaf.ndim, "device" if on_device else rows[label].memory_kind)
+
+    def _laid_out(self, row: PlanRow, ndim: int, kind: str) -> Any:
+        return self.layouts.sharding(row.layout, ndim, leading=ndim - len(row.shape or ()), kind=kind)
 
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -140,19 +190,48 @@ Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 def whole_update(tx: optax.GradientTransformation, placement: StatePlacement) -> Update:
     """The update with the whole state on the device while it runs; what rests on the host is fetched and sent back."""
 
-    def move(tree: Any, reference: Any, space: Any, rows: Mapping[str, PlanRow]) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf, of: jax.device_put(leaf, space) if placement.rests_on_host(path, of, rows) else leaf,
-            tree,
-            reference,
-        )
+    device, host = jax.memory.Space.Device, jax.memory.Space.Host
+
+    def moved(tree: Any, rows: Mapping[str, PlanRow], space: Any) -> Any:
+        def of(path: Any, leaf: Any) -> Any:
+            return jax.device_put(leaf, space) if placement.rests_on_host(path, leaf, rows) else leaf
+
+        return jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_cut)
+
+    def whole(leaf: Any) -> Any:
+        return joined(jax.device_put(leaf.host, device), leaf.device, leaf.cut) if is_cut(leaf) else leaf
+
+    def parted(leaf: Any) -> Any:
+        return CutArray(jax.device_put(leaf.host, host), leaf.device, leaf.cut) if is_cut(leaf) else leaf
 
     def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
         gradients = placement.constrain_gradients(gradients)
-        device, host = jax.memory.Space.Device, jax.memory.Space.Host
-        here = move(params, params, device, placement.param_rows)
-        updates, new_state = tx.update(gradients, move(state, state, device, placement.rows), here)
+        here = moved(params, placement.param_rows, device)
+        fetched = jax.tree.map(whole, moved(state, placement.rows, device), is_leaf=is_cut)
+        updates, new_state = tx.update(gradients, fetched, here)
         new_params = optax.apply_updates(here, updates)
-        return move(new_params, params, host, placement.param_rows), move(new_state, state, host, placement.rows)
+        sent = jax.tree.map(parted, placement.cut(new_state), is_leaf=is_cut)
+        return moved(new_params, placement.param_rows, host), moved(sent, placement.rows, host)
 
     return update
+
+
+def to_checkpoint(tree: Any) -> Any:
+    """A tree of arrays with those that are cut made whole, in pinned host memory: checkpoints know of no policy."""
+    return jax.tree.map(lambda leaf: whole_on_host(leaf) if is_cut(leaf) else leaf, tree, is_leaf=is_cut)
+
+
+def checkpoint_template(tree: Any) -> Any:
+    """The shapes and shardings a checkpoint's arrays are read into: cut ones whole, in pinned host memory."""
+
+    def of(leaf: Any) -> Any:
+        if not is_cut(leaf):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.host.sharding)
+
+    return jax.tree.map(of, tree, is_leaf=is_cut)
+
+
+def from_checkpoint(read: Any, like: Any) -> Any:
+    """An array as read, in parts where `like` is cut."""
+    return in_parts(read, like.cut) if is_cut(like) else read

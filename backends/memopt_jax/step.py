@@ -90,7 +90,7 @@ def build_step(workload: Any, plan: Plan, spec: ModelSpec, *, mesh: AnyMesh) -> 
         return (jax.tree.unflatten(structure, jax.tree.leaves(pure)), rest), opt_state, loss
 
     pure = nnx.as_pure(params)
-    opt_state = jax.eval_shape(made.optimizer.init, pure)
+    opt_state = placement.cut(jax.eval_shape(made.optimizer.init, pure))
     state_shardings = placement.state_shardings(opt_state)
     param_shardings = jax.tree.unflatten(structure, jax.tree.leaves(placement.param_shardings(pure)))
     rest_shardings = jax.tree.map(lambda _: layouts.replicated("device"), rest)
@@ -105,20 +105,8 @@ def build_step(workload: Any, plan: Plan, spec: ModelSpec, *, mesh: AnyMesh) -> 
 
 
 def _abstract_model(workload: Workload) -> Any:
-    """The workload's model with shapes for weights.
-
-    Raises:
-        MemoptError: `workload-model-kind`, when it is no nnx module.
-    """
-    model = nnx.eval_shape(workload.model)
-    if not isinstance(model, nnx.Module):
-        raise MemoptError.of(
-            "workload-model-kind",
-            f"the model of workload `{workload.name}` is a {type(model).__name__}; "
-            "planning on JAX takes a flax.nnx module",
-            hint="let the workload's `model` build an nnx module",
-        )
-    return model
+    """The workload's model with shapes for weights."""
+    return nnx.eval_shape(lambda: workloads.built_model(workload))
 
 
 def _shaped(tree: Any, shardings: Any) -> Any:

@@ -1,10 +1,11 @@
-"""The optimizer's update one layer at a time, so that offloaded state of one layer at most is on the device.
+"""The optimizer's update one layer at a time, so that offloaded state of a layer or two is on the device.
 
-An optax update is an opaque function over whole trees; its program is not. It is traced once, and the equations that
-act element by element on a stacked array are run inside a loop over the stacking axis, each layer's state fetched
-before and sent back after. What needs whole arrays first (a global norm for clipping) is computed before the loop,
-from the gradients, which are on the device anyway. A transformation that mixes the elements of an array, or needs
-norms of the state itself, cannot be cut: it is named and its state is moved whole.
+An optax update is traced once and its program taken apart (`update_program.py`). Values of a scanned stack are made
+inside a loop over the stacking axis, each layer's state fetched before and sent back after; the layers of a Python
+list, and parameters outside all stacks, have their turn one after the other, each waiting for the last but one. What
+needs whole arrays first (a global norm for clipping) is computed ahead, from the gradients, which are on the device
+anyway. A transformation that mixes the elements of a stacked array, or needs norms of the state itself, cannot be cut:
+it is named and its state is moved whole.
 """
 
 from __future__ import annotations
@@ -17,27 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 
 from memopt.errors import MemoptWarning
 
+from .cut_state import PARTS, Cut, CutArray, Part, is_cut
 from .optimizer import StatePlacement, Update, whole_update
 from .placement import leaf_path
 from .rewrite import bind
-
-_POINTWISE = frozenset({
-    "add", "add_any", "sub", "mul", "div", "max", "min", "pow", "integer_pow", "sqrt", "rsqrt", "cbrt", "exp",
-    "exp2", "log", "log1p", "expm1", "tanh", "logistic", "neg", "sign", "abs", "square", "select_n", "eq", "ne",
-    "lt", "le", "gt", "ge", "and", "or", "not", "xor", "convert_element_type", "is_finite", "floor", "ceil",
-    "round", "clamp", "erf", "copy", "copy_p", "stop_gradient", "real_p", "nextafter", "rem", "sin", "cos", "name",
-    "reduce_precision",
-})  # fmt: skip
-"""Primitives that act element by element."""
-_INLINED = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"})
-
-
-class CannotStream(Exception):
-    """Why an update cannot be cut along layers; handled by moving the state whole."""
+from .update_program import CannotStream, Group, Layer, Program, Stack, inlined, needed_ahead, needed_for, taken_apart
 
 
 def streamed_update(tx: optax.GradientTransformation, placement: StatePlacement) -> Update:
@@ -61,42 +50,53 @@ def streamed_update(tx: optax.GradientTransformation, placement: StatePlacement)
 
 
 class _Streamed:
-    """One update, traced and cut."""
+    """One update, traced and taken apart."""
 
     def __init__(
         self, tx: optax.GradientTransformation, placement: StatePlacement, gradients: Any, state: Any, params: Any
     ) -> None:
-        self._inputs, self._structure = jax.tree_util.tree_flatten_with_path((gradients, state, params))
         self._placement = placement
+        trees = (gradients, state, params)
+        self._inputs, _ = jax.tree_util.tree_flatten_with_path(trees, is_leaf=is_cut)
 
         def plain(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
             updates, new_state = tx.update(gradients, state, params)
             return optax.apply_updates(params, updates), new_state
 
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (gradients, state, params))
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trees, is_leaf=is_cut)
         closed, out = jax.make_jaxpr(plain, return_shape=True)(*shapes)
-        flat = _inlined(closed)
+        flat = inlined(closed)
         self._jaxpr: Jaxpr = flat.jaxpr
         self._consts = flat.consts
         self._out_leaves, self._out_structure = jax.tree_util.tree_flatten_with_path(out)
-        self._hosted = [self._is_hosted(path, leaf) for path, leaf in self._inputs]
-        self._stacked = [self._is_stacked(path, leaf) for path, leaf in self._inputs]
+        self._leaves = dict(zip(self._jaxpr.invars, (leaf for _, leaf in self._inputs), strict=True))
+        own = {var: self._group(*each) for var, each in zip(self._jaxpr.invars, self._inputs, strict=True)}
+        self._own: dict[Any, Group] = {var: group for var, group in own.items() if group is not None}
+        self._hosted = {
+            var for var, each in zip(self._jaxpr.invars, self._inputs, strict=True) if self._is_hosted(*each)
+        }
 
     def _rows(self, path: Any) -> Mapping[str, Any]:
         place = self._placement
         return (place.grad_rows, place.rows, place.param_rows)[path[0].idx]
 
     def _is_hosted(self, path: Any, leaf: Any) -> bool:
-        return path[0].idx > 0 and self._placement.rests_on_host(path[1:], leaf, self._rows(path))
+        """Whether some of an input rests on the host."""
+        return is_cut(leaf) or (path[0].idx > 0 and self._placement.rests_on_host(path[1:], leaf, self._rows(path)))
 
-    def _is_stacked(self, path: Any, leaf: Any) -> bool:
-        """Whether a leaf belongs to a scanned stack some of whose state rests on the host."""
-        rows = self._rows(path)
-        label = self._placement.label_of(path[1:], leaf.shape, rows) if leaf.ndim else None
-        if label is None or self._placement.template.length(label) is None:
-            return False
+    def _group(self, path: Any, leaf: Any) -> Group | None:
+        """The group of a leaf that belongs to a parameter which, or whose state, rests on the host."""
         place = self._placement
-        return any(label in r and r[label].memory_kind == "pinned_host" for r in (place.rows, place.param_rows))
+        label = place.label_of(path[1:], leaf.shape, self._rows(path)) if leaf.ndim else None
+        if label is None:
+            return None
+        on_host = any(
+            label in rows and rows[label].memory_kind == "pinned_host" for rows in (place.rows, place.param_rows)
+        )
+        if not on_host and label not in place.cuts:
+            return None
+        length = place.template.length(label)
+        return Layer(place.layer_of(label)) if length is None else Stack(length, place.cuts.get(label))
 
     def run(self) -> tuple[Any, Any]:
         """New parameters and new state.
@@ -105,176 +105,166 @@ class _Streamed:
             CannotStream: With the reason.
         """
         jaxpr = self._jaxpr
-        stacked = {v for v, is_stacked in zip(jaxpr.invars, self._stacked, strict=True) if is_stacked}
-        hosted = {v for v, is_hosted in zip(jaxpr.invars, self._hosted, strict=True) if is_hosted}
-        inside = _inside(jaxpr, stacked)
-        ahead = _needed_ahead(jaxpr, inside, hosted & stacked, stacked)
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, self._consts, strict=True))
-        device = jax.memory.Space.Device
-        for var, (_, leaf), is_hosted, is_stacked in zip(
-            jaxpr.invars, self._inputs, self._hosted, self._stacked, strict=True
-        ):
-            env[var] = jax.device_put(leaf, device) if is_hosted and not is_stacked else leaf
+        program = taken_apart(jaxpr, self._own, self._hosted)
+        ahead = needed_ahead(jaxpr, program, self._hosted)
+        env: dict[Any, Any] = {**dict(zip(jaxpr.constvars, self._consts, strict=True)), **self._leaves}
         for eqn in jaxpr.eqns:
-            if all(var not in inside for var in eqn.outvars) or any(var in ahead for var in eqn.outvars):
-                outs = bind(eqn, [a.val if isinstance(a, Literal) else env[a] for a in eqn.invars])
-                env.update(zip(eqn.outvars, outs, strict=True))
-        results = self._loops(env, inside, stacked)
-        return self._out_structure.unflatten(results)
+            if all(var not in program.groups for var in eqn.outvars) or any(var in ahead for var in eqn.outvars):
+                _evaluate(eqn, env)
+        groups = {group: self._outputs(program, group) for group in dict.fromkeys(self._own.values())}
+        layers = [group for group in groups if isinstance(group, Layer)]
+        results = _Layers(jaxpr, env, program, self._hosted, self._rests_on_host).run({g: groups[g] for g in layers})
+        for group, outputs in groups.items():
+            if isinstance(group, Stack) and outputs:
+                targets = {index: self._source(index) for index in outputs}
+                results.update(_Loop(jaxpr, env, program, group, targets, self._hosted).run())
+        for index, var in enumerate(jaxpr.outvars):
+            if index not in results:
+                results[index] = var.val if isinstance(var, Literal) else env[var]
+        return self._out_structure.unflatten([results[index] for index in range(len(jaxpr.outvars))])
 
-    def _loops(self, env: dict[Any, Any], inside: Mapping[Any, int], stacked: set[Any]) -> list[Any]:
-        """Every result: whole ones from `env`, stacked ones from one loop per stack length."""
-        jaxpr = self._jaxpr
-        targets = self._targets(stacked)
-        values: dict[int, Any] = {
-            index: (env[var] if not isinstance(var, Literal) else var.val)
-            for index, var in enumerate(jaxpr.outvars)
-            if index not in targets
-        }
-        for length in sorted({inside[jaxpr.outvars[index]] for index in targets}):
-            own = {index: source for index, source in targets.items() if inside[jaxpr.outvars[index]] == length}
-            values.update(
-                _Loop(jaxpr, env, inside, length, own, dict(zip(jaxpr.invars, self._hosted, strict=True))).run()
-            )
-        for index, (path, leaf) in enumerate(self._out_leaves):
-            # Results of whole leaves that rest on the host go back there; (parameters, state) are outputs 0 and 1.
-            rows = (self._placement.param_rows, self._placement.rows)[path[0].idx]
-            if index not in targets and self._placement.rests_on_host(path[1:], leaf, rows):
-                values[index] = jax.device_put(values[index], jax.memory.Space.Host)
-        return [values[index] for index in range(len(jaxpr.outvars))]
+    def _outputs(self, program: Program, group: Group) -> list[int]:
+        """Indices of the results that a group makes."""
+        outvars = self._jaxpr.outvars
+        return [i for i, v in enumerate(outvars) if not isinstance(v, Literal) and program.groups.get(v) == group]
 
-    def _targets(self, stacked: set[Any]) -> dict[int, Any]:
-        """Index of a stacked result -> the input it replaces (the same parameter, the same slot of the state)."""
+    def _rests_on_host(self, index: int) -> bool:
+        # (parameters, state) are outputs 0 and 1.
+        path, leaf = self._out_leaves[index]
+        rows = (self._placement.param_rows, self._placement.rows)[path[0].idx]
+        return self._placement.rests_on_host(path[1:], leaf, rows)
+
+    def _source(self, index: int) -> Any:
+        """The input that a stacked result replaces: the same parameter, the same slot of the state.
+
+        Raises:
+            CannotStream: There is none.
+        """
         # Outputs are (parameters, state); inputs (gradients, state, parameters).
-        sources = {
-            (path[0].idx, leaf_path(path[1:])): var
-            for var, (path, _) in zip(self._jaxpr.invars, self._inputs, strict=True)
-        }
-        targets = {}
-        for index, (path, _) in enumerate(self._out_leaves):
-            source = sources.get(((2, 1)[path[0].idx], leaf_path(path[1:])))
-            if source in stacked:
-                targets[index] = source
-        return targets
+        path, leaf = self._out_leaves[index]
+        wanted = ((2, 1)[path[0].idx], leaf_path(path[1:]))
+        for var, (source, _) in zip(self._jaxpr.invars, self._inputs, strict=True):
+            if (source[0].idx, leaf_path(source[1:])) == wanted:
+                return var
+        raise CannotStream(f"a result of shape {leaf.shape} replaces no array of the state")
+
+
+def _evaluate(eqn: Any, env: dict[Any, Any]) -> None:
+    inputs = [atom.val if isinstance(atom, Literal) else env[atom] for atom in eqn.invars]
+    env.update(zip(eqn.outvars, bind(eqn, inputs), strict=True))
+
+
+@dataclass
+class _Layers:
+    """Layers of a Python list, and parameters outside all stacks, one after the other."""
+
+    jaxpr: Jaxpr
+    env: Mapping[Any, Any]
+    program: Program
+    hosted: set[Any]
+    rests_on_host: Any
+
+    def run(self, outputs: Mapping[Layer, Sequence[int]]) -> dict[int, Any]:
+        """Index of a result -> its value.
+
+        A layer's state is fetched when the update of the last layer but one has ended: two layers are on the device,
+        one of them on its way.
+        """
+        results: dict[int, Any] = {}
+        done: list[list[int]] = []
+        for layer, indices in outputs.items():
+            local = dict(self.env)
+            inputs = [var for var in self.jaxpr.invars if self.program.groups.get(var) == layer and var in self.hosted]
+            waits_for = done[-2] if len(done) > 1 else []
+            held, ended = jax.lax.optimization_barrier(
+                ([local[var] for var in inputs], [results[index] for index in waits_for])
+            )
+            results.update(zip(waits_for, ended, strict=True))
+            local.update(zip(inputs, jax.device_put(held, jax.memory.Space.Device), strict=True))
+            for eqn in self.jaxpr.eqns:
+                if any(self.program.groups.get(var) == layer for var in eqn.outvars):
+                    _evaluate(eqn, local)
+            for index in indices:
+                value = local[self.jaxpr.outvars[index]]
+                is_hosted = self.rests_on_host(index)
+                results[index] = jax.device_put(value, jax.memory.Space.Host) if is_hosted else value
+            done.append(list(indices))
+        return results
 
 
 @dataclass
 class _Loop:
-    """A loop over the layers of the stacks of one length."""
+    """Loops over the layers of the stacks of one group: those whose state rests on the host, then the others."""
 
     jaxpr: Jaxpr
     env: Mapping[Any, Any]
-    inside: Mapping[Any, int]
-    length: int
+    program: Program
+    group: Stack
     targets: Mapping[int, Any]
-    hosted: Mapping[Any, bool]
+    hosted: set[Any]
 
     def run(self) -> dict[int, Any]:
-        """Index of a result -> its stacked value."""
-        order = list(self.targets)
-        buffers = [self.env[self.targets[index]] for index in order]
-        reads = [var for var in self.jaxpr.invars if self.inside.get(var) == self.length]
-        position = {self.targets[index]: place for place, index in enumerate(order)}
+        """Index of a result -> its stacked value, in two parts where its input is."""
+        results = {index: self.env[var] for index, var in self.targets.items()}
+        if self.group.cut is None:
+            return self._over(tuple(range(self.group.length)), None, results)
+        for part in PARTS:
+            results = self._over(self.group.cut.layers(part), part, results)
+        return results
 
-        def body(layer: Any, buffers: list[Any]) -> list[Any]:
+    def _over(self, layers: Sequence[int], part: Part | None, results: Mapping[int, Any]) -> dict[int, Any]:
+        order = list(self.targets)
+        own = {self.targets[index]: place for place, index in enumerate(order)}
+        needed = needed_for(self.jaxpr, {self.jaxpr.outvars[index] for index in order}, set(self.jaxpr.invars))
+        reads = [var for var in self.jaxpr.invars if var in needed and self.program.groups.get(var) == self.group]
+        steps = [e for e in self.jaxpr.eqns if any(v in needed and self._is_inner(v) for v in e.outvars)]
+
+        def body(step: Any, buffers: list[Any]) -> list[Any]:
             local: dict[Any, Any] = {}
             for var in reads:
-                whole = buffers[position[var]] if var in position else self.env[var]
-                local[var] = self._fetched(var, jax.lax.dynamic_slice_in_dim(whole, layer, 1, 0))
-            self._evaluate(local)
+                whole = buffers[own[var]] if var in own else _part(self.env[var], part)
+                value = jax.lax.dynamic_slice_in_dim(whole, self._at(step, var, layers), 1, 0)
+                local[var] = jax.device_put(value, jax.memory.Space.Device) if self._fetches(var, part) else value
+            for eqn in steps:
+                local.update(zip(eqn.outvars, self._step(eqn, local), strict=True))
             out = []
-            for place, index in enumerate(order):
-                new = local[self.jaxpr.outvars[index]]
-                if self.hosted[self.targets[index]]:
-                    new = jax.device_put(new, jax.memory.Space.Host)
-                out.append(jax.lax.dynamic_update_slice_in_dim(buffers[place], new, layer, 0))
+            for index, buffer in zip(order, buffers, strict=True):
+                var, new = self.targets[index], local[self.jaxpr.outvars[index]]
+                new = jax.device_put(new, jax.memory.Space.Host) if self._fetches(var, part) else new
+                out.append(jax.lax.dynamic_update_slice_in_dim(buffer, new, self._at(step, var, layers), 0))
             return out
 
-        return dict(zip(order, jax.lax.fori_loop(0, self.length, body, buffers), strict=True))
+        buffers = [_part(results[index], part) for index in order]
+        made = jax.lax.fori_loop(0, len(layers), body, buffers)
+        return {index: _with_part(results[index], part, value) for index, value in zip(order, made, strict=True)}
 
-    def _fetched(self, var: Any, value: Any) -> Any:
-        return jax.device_put(value, jax.memory.Space.Device) if self.hosted[var] else value
+    def _is_inner(self, var: Any) -> bool:
+        return var in self.program.spread or self.program.groups.get(var) == self.group
 
-    def _evaluate(self, local: dict[Any, Any]) -> None:
-        for eqn in self.jaxpr.eqns:
-            if any(self.inside.get(var) == self.length for var in eqn.outvars):
-                inputs = [self._input(atom, local) for atom in eqn.invars]
-                if eqn.primitive.name == "broadcast_in_dim":
-                    outs = [jnp.broadcast_to(inputs[0], (1, *_aval(eqn.outvars[0]).shape[1:]))]
-                else:
-                    outs = bind(eqn, inputs)
-                local.update(zip(eqn.outvars, outs, strict=True))
+    def _at(self, step: Any, var: Any, layers: Sequence[int]) -> Any:
+        """Where the step's layer lies in an array: counted in its part, or in the whole stack."""
+        if is_cut(self.env[var]) or (layers[0] == 0 and layers[-1] == len(layers) - 1):
+            return step
+        if layers[-1] - layers[0] == len(layers) - 1:
+            return step + layers[0]
+        return jnp.asarray(layers)[step]
 
-    def _input(self, atom: Any, local: Mapping[Any, Any]) -> Any:
-        if isinstance(atom, Literal):
-            return atom.val
-        if atom in local:
-            return local[atom]
-        return self.env[atom]
+    def _fetches(self, var: Any, part: Part | None) -> bool:
+        return part == "host" if is_cut(self.env[var]) else var in self.hosted
 
-
-def _aval(atom: Any) -> Any:
-    return atom.aval
+    def _step(self, eqn: Any, local: Mapping[Any, Any]) -> list[Any]:
+        inputs = [a.val if isinstance(a, Literal) else local[a] if a in local else self.env[a] for a in eqn.invars]
+        if eqn.primitive.name == "broadcast_in_dim":
+            return [jnp.broadcast_to(inputs[0], (1, *eqn.outvars[0].aval.shape[1:]))]
+        return bind(eqn, inputs)
 
 
-def _inside(jaxpr: Jaxpr, stacked: set[Any]) -> dict[Any, int]:
-    """Values that are made layer by layer -> the stack's length: stacked inputs and what is pointwise in them.
-
-    Raises:
-        CannotStream: A stacked value enters an equation that mixes its elements and is no full reduction.
-    """
-    inside = {var: _aval(var).shape[0] for var in stacked}
-    for eqn in jaxpr.eqns:
-        own = [atom for atom in eqn.invars if not isinstance(atom, Literal) and atom in inside]
-        name = eqn.primitive.name
-        if not own:
-            if name == "broadcast_in_dim" and not _aval(eqn.invars[0]).shape and _aval(eqn.outvars[0]).ndim:
-                # A scalar spread over a whole array: made layer by layer where a stacked value meets it.
-                shape = _aval(eqn.outvars[0]).shape
-                if any(_aval(var).shape == shape for var in stacked):
-                    inside[eqn.outvars[0]] = shape[0]
-            continue
-        shapes = {_aval(atom).shape for atom in own}
-        others = [a for a in eqn.invars if (isinstance(a, Literal) or a not in inside) and getattr(_aval(a), "ndim", 0)]
-        if name in _POINTWISE and len(shapes) == 1 and not others:
-            inside.update(dict.fromkeys(eqn.outvars, inside[own[0]]))
-        elif not all(_aval(var).ndim == 0 for var in eqn.outvars):
-            raise CannotStream(f"`{name}` mixes the elements of an array of shape {next(iter(shapes))}")
-    return inside
+def _part(array: Any, part: Part | None) -> Any:
+    return array.part(part) if isinstance(array, CutArray) and part is not None else array
 
 
-def _needed_ahead(jaxpr: Jaxpr, inside: Mapping[Any, int], hosted: set[Any], stacked: set[Any]) -> set[Any]:
-    """Layer-wise values that scalars depend on (norms): they are computed whole, before the loop.
-
-    Raises:
-        CannotStream: Such a value depends on state that rests on the host.
-    """
-    wanted: set[Any] = set()
-    for eqn in reversed(jaxpr.eqns):
-        is_scalar = all(var not in inside for var in eqn.outvars)
-        if is_scalar or any(var in wanted for var in eqn.outvars):
-            wanted |= {atom for atom in eqn.invars if not isinstance(atom, Literal) and atom in inside}
-    blocked = wanted & hosted
-    if blocked:
-        raise CannotStream("a norm or sum over the optimizer's own state is needed before any layer can be updated")
-    return wanted - stacked
-
-
-def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with nested calls put in line, so that every equation is a plain one."""
-    return jax.make_jaxpr(lambda *args: _run(closed.jaxpr, closed.consts, args))(
-        *[jax.ShapeDtypeStruct(_aval(var).shape, _aval(var).dtype) for var in closed.jaxpr.invars]
-    )
-
-
-def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    for eqn in jaxpr.eqns:
-        inputs = [atom.val if isinstance(atom, Literal) else env[atom] for atom in eqn.invars]
-        inner = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params), None)
-        if eqn.primitive.name in _INLINED and isinstance(inner, ClosedJaxpr):
-            outs = _run(inner.jaxpr, inner.consts, inputs)
-        else:
-            outs = bind(eqn, inputs)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [atom.val if isinstance(atom, Literal) else env[atom] for atom in jaxpr.outvars]
+def _with_part(array: Any, part: Part | None, value: Any) -> Any:
+    if not isinstance(array, CutArray):
+        return value
+    cut: Cut = array.cut
+    return CutArray(value, array.device, cut) if part == "host" else CutArray(array.host, value, cut)

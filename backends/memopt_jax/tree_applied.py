@@ -17,8 +17,9 @@ from memopt.spec import ModelSpec
 from . import checkpoint
 from .applied import AppliedBase
 from .checking import Gradients, compare
+from .cut_state import is_cut
 from .naming import is_traced
-from .optimizer import transformation_of
+from .optimizer import checkpoint_template, from_checkpoint, to_checkpoint, transformation_of
 from .placement import leaf_path
 from .remat import Static
 from .shardings import place
@@ -40,7 +41,7 @@ class TreeOptimizer:
 
     def init(self, params: Any) -> Any:
         """The state for `params`, placed."""
-        state = self._tx.init(params)
+        state = self._applied.placement.cut(self._tx.init(params))
         if any(is_traced(leaf) for leaf in jax.tree.leaves(state)):
             return state
         return place(state, self._applied.placement.state_shardings(state))
@@ -125,6 +126,7 @@ class TreeApplied(AppliedBase):
                     hint="optimizer = run.optimizer(tx), and optimizer.update_and_apply(...) in the step",
                 )
             params = self.place_params(params)
+            opt_state = self.placement.cut(opt_state)
             opt_state = place(opt_state, self.placement.state_shardings(opt_state))
             self._last = (params, opt_state)
             self.before_step(batch)
@@ -206,7 +208,8 @@ class TreeApplied(AppliedBase):
             raise MemoptError.of(
                 "no-step-yet", "no step has run, so there is nothing to save", hint="pass state=(params, opt_state)"
             )
-        checkpoint.save(directory, {"params": _flat(state[0]), "optimizer": _flat(state[1])}, extra)
+        parts = {"params": _flat(state[0]), "optimizer": _flat(to_checkpoint(state[1]))}
+        checkpoint.save(directory, parts, extra)
 
     def load(self, directory: str | Path, *, params: Any) -> tuple[Any, Any, dict[str, Any]]:
         """Resume, laid out as this policy says; the checkpoint may come from another mesh, another policy, or none.
@@ -233,12 +236,16 @@ class TreeApplied(AppliedBase):
             "params": (shapes, self.placement.param_shardings(shapes)),
             "optimizer": (state, self.placement.state_shardings(state)),
         }
-        templates = {part: _flat(place(tree, shardings)) for part, (tree, shardings) in wanted.items()}
+        placed = {part: place(tree, shardings) for part, (tree, shardings) in wanted.items()}
+        templates = {part: _flat(checkpoint_template(tree)) for part, tree in placed.items()}
         restored, extra = checkpoint.load(directory, templates)
-        params, opt_state = (
-            jax.tree.unflatten(jax.tree.structure(wanted[part][0]), [restored[part][name] for name in templates[part]])
-            for part in ("params", "optimizer")
-        )
+
+        def read(part: str) -> Any:
+            leaves, structure = jax.tree.flatten(placed[part], is_leaf=is_cut)
+            values = [restored[part][name] for name in templates[part]]
+            return structure.unflatten([from_checkpoint(*pair) for pair in zip(values, leaves, strict=True)])
+
+        params, opt_state = read("params"), read("optimizer")
         self._last = (params, opt_state)
         return params, opt_state, extra
 
