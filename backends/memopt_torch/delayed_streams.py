@@ -29,13 +29,13 @@ class _Stretch:
     def of(cls, tensor: torch.Tensor, when_freed: Callable[[Any], None]) -> _Stretch:
         """The bytes of a tensor without gaps; `when_freed` is called when its storage dies."""
         storage = tensor.untyped_storage()
-        size, stride, offset, dtype = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
+        size, stride, offset, dtype = tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
 
         def view(storage: torch.UntypedStorage) -> torch.Tensor:
             return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
 
         first = offset * dtype.itemsize
-        return cls(weakref.ref(storage, when_freed), storage._cdata, first, first + int(tensor.nbytes), view)
+        return cls(weakref.ref(storage, when_freed), storage._cdata, first, first + tensor.numel() * dtype.itemsize, view)
 
     def overlaps(self, other: _Stretch) -> bool:
         """Whether both hold some byte of the same memory."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from memopt.timeline import Phase as WorkPhase
@@ -84,7 +84,7 @@ def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
         if not isinstance(leaf, torch.Tensor):
             continue
         if not is_wrapper_type(type(leaf)):
-            yield from (leaf,) if leaf.layout is torch.strided else _parts_of_sparse(leaf.detach())
+            yield from (leaf,) if leaf.layout is torch.strided else _parts_of_sparse(leaf)
         elif hasattr(leaf, "__tensor_flatten__"):
             for name in getattr(leaf, "__tensor_flatten__")()[0]:  # noqa: B009  # the stubs do not know it
                 yield from plain_tensors(getattr(leaf, name))
@@ -93,13 +93,14 @@ def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Indices and values; none of a layout that shows no storage (oneDNN's)."""
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    """Indices and values; none of a layout that shows no storage (oneDNN's). Nobody who watches operators sees it."""
+    with _disable_current_modes():
+        if tensor.layout is torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return ()
 
 

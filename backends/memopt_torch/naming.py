@@ -43,9 +43,9 @@ class Naming:
     def __enter__(self) -> Naming:
         for module in self._module.modules():
             path = self._paths.get(id(module))
-            if path is None or module is self._module:
-                continue
-            self._handles.append(module.register_forward_pre_hook(self._before(path), with_kwargs=True, prepend=True))
+            if path is None or module is self._module or isinstance(module, torch.jit.ScriptModule):
+                continue  # scripted modules take no hooks: their values have no names
+            self._handles.append(module.register_forward_pre_hook(self._before(path), with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after(path), with_kwargs=True))
         self._stack.append(self._paths.get(id(self._module), ""))
         return self
@@ -112,9 +112,15 @@ def _is_in_checkpoint() -> bool:
 
 
 def tensor_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """A module's tensor arguments in the order of its signature, keywords included."""
-    bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    for value in bound.arguments.values():
+    """A module's tensor arguments in the order of its signature, keywords included.
+
+    Where the arguments do not fit it (hooks may change them), or there is none to be read: in the order they are in.
+    """
+    try:
+        values = tuple(inspect.signature(module.forward).bind(*args, **kwargs).arguments.values())
+    except (TypeError, ValueError):
+        values = (args, kwargs)
+    for value in values:
         for leaf in tree_leaves(value):
             if isinstance(leaf, torch.Tensor):
                 yield leaf

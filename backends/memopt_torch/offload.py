@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.errors import MemoptError
 from memopt.plan import Plan
 
 from .host_pool import HostPool
@@ -166,19 +167,44 @@ class Transfers:
 
     @contextmanager
     def sending(self, wanted: set[int], call: Any) -> Iterator[None]:
-        """Send the tensors with those identities when a checkpoint saves them as its inputs."""
+        """Send the tensors with those identities when a checkpoint saves them as its inputs.
+
+        The others stay. Under hooks autograd does not look whether they are overwritten: `_Input` does.
+        """
 
         def pack(tensor: torch.Tensor) -> Any:
-            return self.send(tensor) if id(tensor) in wanted else tensor
+            return self.send(tensor) if id(tensor) in wanted else _Input(tensor, tensor._version)
 
         def unpack(packed: Any) -> torch.Tensor:
-            if isinstance(packed, torch.Tensor):
-                return packed
-            self.arrive(call)
+            if not isinstance(packed, _Input):
+                self.arrive(call)
             return packed.take()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+
+
+@dataclass(eq=False)
+class _Input:
+    """An input that a checkpoint keeps for the recomputation."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def take(self) -> torch.Tensor:
+        """The tensor itself.
+
+        Raises:
+            MemoptError: `held-value-overwritten`.
+        """
+        if self.tensor._version != self.version:
+            raise MemoptError.of(
+                "held-value-overwritten",
+                f"an input of shape {list(self.tensor.shape)} was overwritten in place after the unit had run, and the "
+                "unit is to be run again from it",
+                hint="replace the in-place operator (`x += y` by `x = x + y`), or leave the unit out of the rule",
+            )
+        return self.tensor
 
 
 @dataclass(eq=False)

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .measure import plain_tensors
 
 aten = torch.ops.aten
 # Checkpointing inserts its own detaches, a different number in the forward and in the recomputation.
-IGNORED = frozenset({aten.detach.default, torch.ops.prim.device.default})
+_IGNORED = frozenset({aten.detach.default, torch.ops.prim.device.default})
 _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm", "_int_mm"})
 # These overwrite their running statistics when training, and their schemas do not say so.
 _BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
@@ -36,6 +37,12 @@ def detached(value: Any) -> Any:
 def storage_keys(value: Any) -> list[int]:
     """Identity of each storage in `value`; valid only while the storage lives."""
     return [tensor.untyped_storage()._cdata for tensor in plain_tensors(value)]
+
+
+def is_ignored(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call is no part of the unit's sequence: casts of weights are not, as autocast makes them once or twice,
+    whatever else has used the weight. They are cheap, and what they give is weights."""
+    return func in _IGNORED or (func is aten._to_copy.default and isinstance(args[0], nn.Parameter))
 
 
 def op_kind(func: Any) -> str | None:
@@ -96,6 +103,7 @@ class Recording:
     saved: set[int] = field(default_factory=set)
     maker: dict[int, int] = field(default_factory=dict)
     results: list[Any] = field(default_factory=list)
+    generators: dict[torch.Generator, torch.Tensor] = field(default_factory=dict)
     _numbers: dict[int, int] = field(default_factory=dict)
     _held: list[torch.Tensor] = field(default_factory=list)
 
@@ -112,17 +120,24 @@ class Recording:
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor's storage, or None if no operator met it."""
-        return self._numbers.get(tensor.untyped_storage()._cdata)
+        return next((self._numbers.get(key) for key in storage_keys(tensor)), None)
+
+    def before(self, kwargs: Mapping[str, Any]) -> None:
+        """An operator is about to run: a generator that is passed to it has its first state now."""
+        generator = kwargs.get("generator")
+        if generator is not None and generator not in self.generators:
+            self.generators[generator] = generator.get_state()
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Record one call, after it has run."""
         reads = self.numbers((args, kwargs))
         writes = self.numbers(written(func, args, kwargs))
         makes: list[int | None] = []
-        has_values = False
-        for leaf in tree_leaves(out):
+        leaves = tree_leaves(out)
+        # Sizes beside tensors (CUDA's attention gives some) are given back with them; a lone value is read by Python.
+        has_values = any(leaf is not None for leaf in leaves) and not any(isinstance(x, torch.Tensor) for x in leaves)
+        for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
-                has_values = has_values or leaf is not None
                 makes.append(None)
                 continue
             (number,) = self.numbers(leaf)[:1] or (None,)

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt.errors import MemoptError, MemoptWarning
 
+from .forward_state import Before, Changes, Watch, statistics_of
 from .naming import Naming, name_inputs, refuse_missing, tensor_inputs
 from .offload import Transfers
 from .own_checkpointing import refuse_outer_checkpoint, refuse_own_checkpointing
@@ -29,7 +30,6 @@ from .saved_region import SavedRegion
 from .values import Decision, Wanted, decide
 
 Mode = Literal["policy", "plain", "recompute"]
-_Buffers: TypeAlias = tuple[tuple[nn.Module, str], ...]
 
 
 @dataclass
@@ -61,6 +61,7 @@ class Region:
     is_entered: bool = False
     before: Callable[[], None] = lambda: None
     _learnt: dict[Any, _Learnt] = field(default_factory=dict)
+    _changes: dict[bool, Changes] = field(default_factory=dict)
     _saved: SavedRegion = field(init=False)
     _original: Callable[..., Any] = field(init=False)
     _had_own_forward: bool = field(init=False)
@@ -108,7 +109,7 @@ class Region:
         refuse_outer_checkpoint(self.path)
         refuse_own_checkpointing(self.module, self.path, is_deep=False)
         if self.mode == "recompute" or self.is_compiled:
-            return _checkpointed(original, args, kwargs, contexts=(nullcontext(), self.around))
+            return self._whole(original, args, kwargs)
         self.before()
         if not self.wanted.can_recompute:
             return self._saved.forward(original, args, kwargs)
@@ -118,23 +119,35 @@ class Region:
         key = self._key(args, kwargs)
         learnt = self._learnt.get(key)
         call = Call(self.path, learnt.decision if learnt else None, self.transfers.send)
+        before = learnt.changes.before() if learnt else Before()
         if learnt is None:
-            recording = Recording()
+            watch, recording = Watch(self.module), Recording()
             name_inputs(recording, self.path, self.module, args, kwargs)
             naming = Naming(self.module, self.paths, recording)
 
             def learn() -> Decision:
-                self._learnt[key] = self._learn(recording, naming)
+                self._learnt[key] = self._learn(recording, naming, watch, before)
                 return self._learnt[key].decision
 
             forward = Learning(call, naming, recording, learn)
         else:
             forward = nullcontext() if learnt.decision.is_plain else Holding(call)
-        again = _Again(call, self.transfers, lambda: self._learnt[key].buffers if key in self._learnt else ())
+        again = _Again(call, self.transfers, before)
         with self.transfers.trip(call), self._inputs_sent(args, kwargs, call):
             out = _checkpointed(original, args, kwargs, contexts=(forward, again))
         if not call.is_followed:
             self._learnt.pop(key, None)
+        return out
+
+    def _whole(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Recompute everything, and learn nothing but what the forward changes."""
+        changes = self._changes.get(self.module.training)
+        watch, before = (Watch(self.module), Before()) if changes is None else (None, changes.before())
+        out = _checkpointed(original, args, kwargs, contexts=(nullcontext(), _Around(before, self.around)))
+        if watch is not None:
+            found, was = watch.changes(written=statistics_of(self.module), generators={})
+            before.take(was)
+            self._changes[self.module.training] = found
         return out
 
     def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -157,7 +170,7 @@ class Region:
             return self.module.training, needs
         return self.module.training, needs, tuple(weight.requires_grad for weight in self.module.parameters())
 
-    def _learn(self, recording: Recording, naming: Naming) -> _Learnt:
+    def _learn(self, recording: Recording, naming: Naming, watch: Watch, before: Before) -> _Learnt:
         refuse_missing(self.wanted, recording, naming, self.path)
         decision = decide(recording, self.wanted)
         self.used |= decision.rules
@@ -165,15 +178,13 @@ class Region:
             if text not in self.told:
                 self.told.add(text)
                 warnings.warn(f"{self.path} (and others like it): {text}", MemoptWarning, stacklevel=2)
-        return _Learnt(decision, self._overwritten_buffers(recording))
+        changes, was = watch.changes(written=self._overwritten_buffers(recording), generators=recording.generators)
+        before.take(was)
+        return _Learnt(decision, changes)
 
-    def _overwritten_buffers(self, recording: Recording) -> _Buffers:
+    def _overwritten_buffers(self, recording: Recording) -> list[torch.Tensor]:
         """Buffers the forward updates (running statistics): a recomputation must update a copy."""
-        numbers = {
-            recording.number_of(buffer): (module, name)
-            for module in self.module.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        }
+        numbers = {recording.number_of(buffer): buffer for buffer in self.module.buffers()}
         found = []
         for number, func in recording.external_writes().items():
             if number not in numbers:
@@ -184,33 +195,32 @@ class Region:
                     hint="use the operator's form that makes a new tensor, or leave this unit out of the rule",
                 )
             found.append(numbers[number])
-        return tuple(found)
+        return found
 
     @contextmanager
     def _inputs_sent(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Iterator[None]:
         """The unit's own inputs are kept by the checkpoint; those the plan offloads go to the host from there."""
         said = self.wanted.residuals
         sent: set[int] = set()
-        if any(name.startswith(f"{self.path}.input") and said[name][1] == "offload" for name in said):
+        if self.wanted.can_hold and any(
+            name.startswith(f"{self.path}.input") and said[name][1] == "offload" for name in said
+        ):
             for index, tensor in enumerate(tensor_inputs(self.module, args, kwargs)):
                 names = [f"{self.path}.input[{index}]", *([f"{self.path}.input"] if index == 0 else [])]
                 rows = [said[name] for name in names if name in said]
                 if rows and min(rows)[1] == "offload":
                     sent.add(id(tensor))
                     self.used.add(min(rows)[0])
-        if not sent:
-            yield
-            return
         with self.transfers.sending(sent, call):
             yield
 
 
 @dataclass(frozen=True, slots=True)
 class _Learnt:
-    """What one recorded forward taught: what to hold, and the buffers a recomputation must not touch."""
+    """What one recorded forward taught: what to hold, and what it changes."""
 
     decision: Decision
-    buffers: _Buffers
+    changes: Changes
 
 
 def _checkpointed(
@@ -226,8 +236,12 @@ def _checkpointed(
     tensors = [flat[place] for place in places]
     for place in places:
         flat[place] = None  # this closure lives until the backward pass: it must not hold what the checkpoint holds
+    given = [(args, kwargs)]
 
     def run(*tensors: torch.Tensor) -> Any:
+        if given:  # the forward pass: lists and mappings it adds to are the caller's own
+            own_args, own_kwargs = given.pop()
+            return original(*own_args, **own_kwargs)
         leaves = list(flat)
         for place, tensor in zip(places, tensors):
             leaves[place] = tensor
@@ -239,15 +253,15 @@ def _checkpointed(
 
 
 class _Again:
-    """Around a recomputation: values on the host are called back, buffers are protected, held values given back."""
+    """Around a recomputation: values on the host are called back, state is as it was, held values are given back."""
 
-    def __init__(self, call: Call, transfers: Transfers, buffers: Callable[[], _Buffers]) -> None:
-        self._call, self._transfers, self._buffers = call, transfers, buffers
+    def __init__(self, call: Call, transfers: Transfers, before: Before) -> None:
+        self._call, self._transfers, self._before = call, transfers, before
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
         self._transfers.arrive(self._call)
-        self._stack.enter_context(_own_buffers(self._buffers()))
+        self._stack.enter_context(self._before.again())
         if self._call.decision is not None and not self._call.decision.is_plain:
             self._stack.enter_context(Replaying(self._call))
 
@@ -255,17 +269,19 @@ class _Again:
         self._stack.__exit__(*exc_info)
 
 
-@contextmanager
-def _own_buffers(buffers: _Buffers) -> Iterator[None]:
-    """Let a recomputation update copies: statistics have been updated once already."""
-    originals = [(module, name, module._buffers[name]) for module, name in buffers]
-    for module, name, buffer in originals:
-        module._buffers[name] = buffer.clone() if buffer is not None else None
-    try:
-        yield
-    finally:
-        for module, name, buffer in originals:
-            module._buffers[name] = buffer
+class _Around:
+    """Around a recomputation from which nothing is given back."""
+
+    def __init__(self, before: Before, around: AbstractContextManager[Any]) -> None:
+        self._before, self._around = before, around
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._before.again())
+        self._stack.enter_context(self._around)
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._stack.__exit__(*exc_info)
 
 
 def _is_cache(value: Any) -> bool:

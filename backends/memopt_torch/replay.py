@@ -22,7 +22,7 @@ from memopt.plan import Residual
 
 from .measure import plain_tensors
 from .naming import Naming
-from .recording import IGNORED, Recording, detached, storage_keys, written
+from .recording import Recording, detached, is_ignored, storage_keys, written
 from .values import Decision
 
 
@@ -113,8 +113,10 @@ class Call:
                 leaves.append(self.send(value))
             elif residuals.get(leaf) == "keep":
                 leaves.append(_Kept(detached(value)))
-            else:
+            elif value.layout is torch.strided:
                 leaves.append(_Blank.like(value))
+            else:
+                leaves.append(_Kept(detached(value)))
         self.entries[index] = _Entry(leaves, tree, inputs)
 
     def skip(self, index: int, inputs: tuple[Any, ...], out: Any) -> None:
@@ -155,7 +157,7 @@ class Holding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in IGNORED:
+        if is_ignored(func, args):
             return out
         call, decision, index = self._call, self._decision, self._call.num_ops
         call.num_ops += 1
@@ -213,8 +215,9 @@ class Learning(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._recording.before(kwargs or {})
         out = func(*args, **(kwargs or {}))
-        if func not in IGNORED:
+        if not is_ignored(func, args):
             self._recording.add(func, args, kwargs or {}, out)
             self._forms.append(_form(args))
             self._naming.operator(func, args, out)
@@ -294,7 +297,7 @@ class Replaying(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in IGNORED or self._is_full:
+        if self._is_full or is_ignored(func, args):
             return func(*args, **kwargs)
         index = self._index
         self._index += 1

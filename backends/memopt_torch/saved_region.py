@@ -15,7 +15,7 @@ from memopt.errors import MemoptError
 
 from .naming import Naming, name_inputs, refuse_missing
 from .offload import Transfers
-from .recording import IGNORED, Recording, storage_keys
+from .recording import Recording, is_ignored, storage_keys
 from .values import Wanted, said_of
 
 
@@ -171,7 +171,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func not in IGNORED:
+        if not is_ignored(func, args):
             self._recording.add(func, args, kwargs or {}, out)
             self._naming.operator(func, args, out)
         return out
