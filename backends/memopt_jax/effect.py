@@ -53,6 +53,26 @@ def partly_without_effect(*, sent_bytes: int, kept_bytes: int) -> str | None:
     )
 
 
+def costs_more(*, offloaded_bytes: int, kept_bytes: int) -> str | None:
+    """A sentence where a step takes no less of the device than the same step with its offloaded values kept there.
+
+    Args:
+        offloaded_bytes: Device bytes of the step as it is.
+        kept_bytes: Device bytes with the same values kept on the device.
+
+    >>> costs_more(offloaded_bytes=824, kept_bytes=778)[:50]
+    'offload costs more device memory than it saves: 82'
+    >>> costs_more(offloaded_bytes=600, kept_bytes=778) is None
+    True
+    """
+    if offloaded_bytes < kept_bytes:
+        return None
+    return (
+        f"offload costs more device memory than it saves: {offloaded_bytes} bytes with it, {kept_bytes} with the same "
+        "values kept on the device (offload-costs-more)"
+    )
+
+
 def warn_if_partly(*, sent_bytes: int, kept_bytes: int) -> None:
     """Warns, before the first step, of an offload that the compiled program leaves out in part."""
     sentence = partly_without_effect(sent_bytes=sent_bytes, kept_bytes=kept_bytes)

@@ -5,7 +5,11 @@
 Printed are the tuned policy's row first, then one row per file of `configs/policies/gpu`. A policy whose values do not
 fit the target's hosts is not compiled: its row says how many it would need. Exit code 1 where the tuned policy is over
 its budget, or its estimate is above that of a shipped policy that fits the device and the hosts. Expect a quarter of an
-hour for each work on two cores.
+hour for each work on two cores; rows that `jax_aot_tables.py memory` has made of the same policies need not be compiled
+again:
+
+    python tests/benchmarks/jax_aot_tables.py memory --work 70b-gb200 --out 70b.json
+    python tests/benchmarks/jax_tune.py --work 70b-gb200 --rows 70b.json
 """
 
 from __future__ import annotations
@@ -39,13 +43,14 @@ def told(text: str) -> None:
     print("  ", text, file=sys.stderr, flush=True)
 
 
-def rows(work: str, policies: list[Path], file: Path | None) -> Iterator[dict[str, Any]]:
+def rows(work: str, policies: list[Path], file: Path | None, known: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The tuned policy, then the shipped ones.
 
     Args:
         work: Of `WORKS`.
         policies: Shipped files.
         file: A policy that was tuned before; searched for without one.
+        known: Rows of the memory table; those of the same work and policy are taken.
     """
     config = workload_of(work)
     budget_bytes = BUDGET_GIB[work] * GIB
@@ -67,7 +72,8 @@ def rows(work: str, policies: list[Path], file: Path | None) -> Iterator[dict[st
         yield row(work, TUNED, plan_policy(file, setting, progress=told))
     for policy in policies:
         told(f"{work}: {policy.stem}")
-        yield shipped(work, policy, setting)
+        found = [each for each in known if (each["work"], each["policy"]) == (work, policy.stem)]
+        yield compiled_before(found[-1], setting) if found else shipped(work, policy, setting)
 
 
 def shipped(work: str, policy: Path, setting: Setting) -> dict[str, Any]:
@@ -87,6 +93,26 @@ def shipped(work: str, policy: Path, setting: Setting) -> dict[str, Any]:
     except MemoptError as error:
         return {"work": work, "policy": policy.stem, "fits": False, "estimate_s": None,
                 "reason": error.problems[0].message}  # fmt: skip
+
+
+def compiled_before(made: dict[str, Any], setting: Setting) -> dict[str, Any]:
+    """A row of the memory table, judged by the same limits."""
+    room_gib = (setting.target.host_bytes_per_node or 0) / setting.target.devices_per_node / GIB
+    fits = made["hbm_gib"] <= setting.budget["device"] / GIB and made["host_gib"] <= room_gib
+    return {
+        "work": made["work"],
+        "policy": made["policy"],
+        "hbm_gib": round(made["hbm_gib"], 1),
+        "host_gib": round(made["host_gib"], 1),
+        "recompute": made["recompute_compiled"],
+        "exposed_s": made["exposed_of_step_shared"] * made["step_s_model"],
+        "estimate_s": made["estimate_s"],
+        "fits": fits,
+        "offset_audit": made["audit"],
+        "reason": None
+        if fits
+        else f"the budget is {setting.budget['device'] / GIB:.0f} GiB, a host has {room_gib:.0f}",
+    }
 
 
 def row(work: str, name: str, result: PlanResult) -> dict[str, Any]:
@@ -124,10 +150,13 @@ def main() -> None:
     parser.add_argument("--work", action="append", choices=BUDGET_GIB, required=True)
     parser.add_argument("--tuned", type=Path, help="a policy tuned before, instead of a search; with one work")
     parser.add_argument("--policy", action="append", choices=[file.stem for file in POLICIES])
+    parser.add_argument("--rows", action="append", type=Path, help="what jax_aot_tables.py wrote, instead of compiling")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     if asked.tuned and len(asked.work) > 1:
         parser.error("--tuned goes with one --work")
+    known = [row for file in asked.rows or () for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
+    known = [row for row in known if row["options"] == "shipped"]
     import_jax()
     began_s, wrong = time.monotonic(), []
     document: dict[str, Any] = {
@@ -137,7 +166,8 @@ def main() -> None:
     }
     for work in asked.work:
         made: list[dict[str, Any]] = []
-        for each in rows(work, [f for f in POLICIES if f.stem in (asked.policy or [f.stem])], asked.tuned):
+        policies = [file for file in POLICIES if file.stem in (asked.policy or [file.stem])]
+        for each in rows(work, policies, asked.tuned, known):
             print(json.dumps(each), flush=True)
             made.append(each)
             document["rows"].append(each)
