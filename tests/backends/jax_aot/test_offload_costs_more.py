@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -46,7 +47,7 @@ class Scan(nnx.Module):
 
 
 def estimated(
-    model: type[nnx.Module], device_bytes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    model: Callable[[nnx.Rngs], nnx.Module], device_bytes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Measured, list[str]]:
     """The estimate where a compile takes `device_bytes` by what the layers' inputs do, and what was compiled."""
     spec = inspect_model(model(nnx.Rngs(0)), example_inputs=jax.numpy.ones((4, WIDTH)))
