@@ -51,14 +51,17 @@ class AppliedBase:
         return update_of(tx, self.plan, self.placement)
 
     def compile_step(self, fn: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> CompiledStep:
-        """The step as the policy has it compiled; what `check`, `figures` and `report` speak of from now on."""
+        """The step as the policy has it compiled; what `check`, `figures` and `report` speak of from now on.
+
+        Its third argument is the tuple of all that the user's step takes after its first two.
+        """
         self._step = CompiledStep(
             fn,
             plan=self.plan,
             layouts=self.layouts,
             treatments=self.treatments,
             offloads=self.placement.offloads_any or bool(self.treatments.offloaded),
-            check=lambda batch: require_ok(self.check(batch)),
+            check=lambda batch: require_ok(self.check(*batch)),
         )
         return self._step
 
@@ -72,8 +75,8 @@ class AppliedBase:
         """The batch split over the mesh."""
         return place(batch, self.layouts.batch(batch))
 
-    def before_step(self, batch: Any) -> None:
-        """The check of `check: first_step`.
+    def before_step(self, batch: tuple[Any, ...]) -> None:
+        """The check of `check: first_step`, on the parts of a batch.
 
         Raises:
             MemoptError: `check-failed`.
@@ -81,9 +84,9 @@ class AppliedBase:
         if self._is_checked:
             return
         self._is_checked = True
-        require_ok(self.check(batch))
+        require_ok(self.check(*batch))
 
-    def check(self, batch: Any) -> Check:
+    def check(self, *batch: Any) -> Check:
         """Compare the gradients of one batch with the policy on and off."""
         raise NotImplementedError
 

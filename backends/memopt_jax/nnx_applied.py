@@ -23,9 +23,10 @@ from .nnx_optimizer import PlacedOptimizer
 from .optimizer import checkpoint_template, from_checkpoint, to_checkpoint, transformation_of
 from .placement import leaf_path
 from .remat import Static
+from .step_calls import batch_of, require_step
 from .treatments import without_residuals
 
-StepFunction = Callable[[Any, Any, Any], Any]
+StepFunction = Callable[..., Any]
 
 
 class NnxApplied(AppliedBase):
@@ -80,23 +81,29 @@ class NnxApplied(AppliedBase):
         self._optimizer = PlacedOptimizer(self.model, tx, wrt=wrt, placement=self.placement, update=self.update_of(tx))
         return self._optimizer
 
-    def step(self, fn: StepFunction) -> Callable[[Any, Any, Any], Any]:
+    def step(self, fn: StepFunction) -> StepFunction:
         """`fn(model, optimizer, batch) -> aux` compiled with donation, memory kinds and compiler options.
 
-        Model and optimizer are updated in place; the batch is split over the mesh.
+        Model and optimizer are updated in place; the batch is split over the mesh. It may be several arguments, as in
+        `fn(model, optimizer, x, y)`; all are traced, numbers too.
+
+        Raises:
+            MemoptError: `step-arguments`, here and where the step is called.
         """
+        require_step(fn, "fn(model, optimizer, batch)")
         self._step_fn = fn
         graphs: list[Any] = []
 
         def pure(model_state: Any, optimizer_state: Any, batch: Any) -> tuple[Any, Any, Any]:
             model, optimizer = nnx.merge(graphs[-1], model_state, optimizer_state)
-            aux = fn(model, optimizer, batch)
+            aux = fn(model, optimizer, *batch)
             _, *states = nnx.split((model, optimizer), *_filters(optimizer))
             return states[0], states[1], aux
 
         compiled = self.compile_step(pure)
 
-        def run(model: Any, optimizer: Any, batch: Any) -> Any:
+        def run(model: Any, optimizer: Any, /, *parts: Any, **named: Any) -> Any:
+            batch = batch_of(fn, model, optimizer, parts, named)
             if not isinstance(optimizer, PlacedOptimizer):
                 raise MemoptError.of(
                     "optimizer-not-placed",
@@ -118,46 +125,55 @@ class NnxApplied(AppliedBase):
         everywhere = self.layouts.replicated()
         return jax.tree.map(lambda leaf: leaf if leaf.committed else jax.device_put(leaf, everywhere), state)
 
-    def check(self, batch: Any, *, reference: Reference = "auto", layout: bool = False) -> Check:
+    def check(
+        self,
+        *batch: Any,
+        reference: Reference = "auto",
+        layout: bool = False,
+        loss: Callable[..., jax.Array] | None = None,
+    ) -> Check:
         """Compare every gradient of one batch with the policy's residual and memory slots on and off.
 
-        The loss is that of the function given to `step`; nothing is updated, random-number state included.
+        Nothing is updated, random-number state included.
 
         Args:
             batch: As for the step.
             reference: `plain` keeps everything, `recompute` recomputes every unit; `auto` takes `plain`.
             layout: Also compare with the unsharded model on one device.
+            loss: `loss(model, batch)`; left out: that of the function given to `step`.
 
         Raises:
             MemoptError: `check-needs-a-step`.
         """
-        if self._step_fn is None or self._optimizer is None:
+        fn = self._step_fn if loss is None else _step_of(loss, self._wrt)
+        if fn is None or (loss is None and self._optimizer is None):
             raise MemoptError.of(
                 "check-needs-a-step",
                 "the check takes its loss from the training step, and no step or optimizer was made yet",
-                hint="call run.optimizer(...) and run.step(fn) first",
+                hint="call run.optimizer(...) and run.step(fn) first, or give the loss: run.check(batch, loss=loss)",
             )
         against = "plain" if reference == "auto" else reference
-        ours = self._gradients(batch, None)
-        theirs = self._gradients(batch, against)
+        ours = self._gradients(fn, batch, None)
+        theirs = self._gradients(fn, batch, against)
         result = compare(ours, theirs, reference=against)
         if layout and result.ok:
-            result = compare(ours, self._gradients(batch, "unsharded"), reference=against, is_reordered=True)
+            result = compare(ours, self._gradients(fn, batch, "unsharded"), reference=against, is_reordered=True)
         return result
 
-    def _gradients(self, batch: Any, reference: str | None) -> Gradients:
+    @property
+    def _wrt(self) -> Any:
+        return self._optimizer.wrt if self._optimizer is not None else nnx.Param
+
+    def _gradients(self, fn: StepFunction, batch: tuple[Any, ...], reference: str | None) -> Gradients:
         """Loss and gradients of one batch, from the step function with a tap in the optimizer's place."""
-        fn = self._step_fn
         model, batch = self._reference_model(reference), self._reference_batch(batch, reference)
         graph, state = nnx.split(model)
-        wrt = self._optimizer.wrt if self._optimizer is not None else nnx.Param
+        wrt = self._wrt
 
         def pure(state: Any, batch: Any) -> tuple[Any, Any]:
             model = nnx.merge(graph, state)
             tap = _Tap(wrt)
-            if fn is None:
-                raise RuntimeError("no step function")
-            aux = fn(model, tap, batch)
+            aux = fn(model, tap, *batch)
             return Static.split(aux)[0], tap.taken()
 
         aux, gradients = self.run_to_compare(pure, state, batch, is_reference=reference is not None)
@@ -234,6 +250,17 @@ def _filters(optimizer: Any) -> tuple[Any, Any]:
 
     del optimizer
     return (lambda path, value: not isinstance(value, OptState)), ...
+
+
+def _step_of(loss: Callable[..., jax.Array], wrt: Any) -> StepFunction:
+    """The step of a loss alone."""
+
+    def step(model: Any, optimizer: Any, *batch: Any) -> jax.Array:
+        value, gradients = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, wrt))(model, *batch)
+        optimizer.update(model, gradients)
+        return value
+
+    return step
 
 
 class _Tap:

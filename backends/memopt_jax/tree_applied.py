@@ -23,8 +23,9 @@ from .optimizer import checkpoint_template, from_checkpoint, to_checkpoint, tran
 from .placement import leaf_path
 from .remat import Static
 from .shardings import place
+from .step_calls import batch_of, require_step
 
-StepFunction = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
+StepFunction = Callable[..., tuple[Any, Any, Any]]
 
 
 class TreeOptimizer:
@@ -114,11 +115,19 @@ class TreeApplied(AppliedBase):
         return self._optimizer
 
     def step(self, fn: StepFunction) -> StepFunction:
-        """`fn(params, opt_state, batch) -> (params, opt_state, aux)` compiled with donation of the first two."""
-        self._step_fn = fn
-        compiled = self.compile_step(fn)
+        """`fn(params, opt_state, batch) -> (params, opt_state, aux)` compiled with donation of the first two.
 
-        def run(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
+        The batch may be several arguments, as in `fn(params, opt_state, x, y)`; all are traced, numbers too.
+
+        Raises:
+            MemoptError: `step-arguments`, here and where the step is called.
+        """
+        require_step(fn, "fn(params, opt_state, batch)")
+        self._step_fn = fn
+        compiled = self.compile_step(lambda params, opt_state, batch: fn(params, opt_state, *batch))
+
+        def run(params: Any, opt_state: Any, /, *parts: Any, **named: Any) -> tuple[Any, Any, Any]:
+            batch = batch_of(fn, params, opt_state, parts, named)
             if self._optimizer is None and self.placement.offloads_any:
                 raise MemoptError.of(
                     "optimizer-not-placed",
@@ -136,7 +145,14 @@ class TreeApplied(AppliedBase):
 
         return run
 
-    def check(self, batch: Any, *, reference: Reference = "auto", layout: bool = False, state: Any = None) -> Check:
+    def check(
+        self,
+        *batch: Any,
+        reference: Reference = "auto",
+        layout: bool = False,
+        state: Any = None,
+        loss: Callable[..., jax.Array] | None = None,
+    ) -> Check:
         """Compare every gradient of one batch with the policy's residual and memory slots on and off.
 
         Args:
@@ -144,37 +160,37 @@ class TreeApplied(AppliedBase):
             reference: `plain` keeps everything, `recompute` recomputes every unit; `auto` takes `plain`.
             layout: Also compare with the unsharded model on one device.
             state: (params, opt_state) to check with; those of the last step when left out.
+            loss: `loss(params, batch)`; left out: that of the function given to `step`.
 
         Raises:
             MemoptError: `check-needs-a-step`.
         """
         state = self._last if state is None else state
-        if self._step_fn is None or self._optimizer is None or state is None:
+        gradients_of = self._gradients_of_step() if loss is None else _gradients_of_loss(loss)
+        if gradients_of is None or state is None:
             raise MemoptError.of(
                 "check-needs-a-step",
                 "the check takes its loss from the training step, and no step, optimizer or parameters were given yet",
-                hint="call run.optimizer(...) and run.step(fn), and pass state=(params, opt_state) before any step",
+                hint="call run.optimizer(...) and run.step(fn), or run.check(batch, loss=loss); before any step pass "
+                "state=(params, opt_state) too",
             )
         against = "plain" if reference == "auto" else reference
-        ours = self._gradients(state, batch, None)
-        result = compare(ours, self._gradients(state, batch, against), reference=against)
+        ours = self._gradients(gradients_of, state, batch, None)
+        result = compare(ours, self._gradients(gradients_of, state, batch, against), reference=against)
         if layout and result.ok:
-            result = compare(ours, self._gradients(state, batch, "unsharded"), reference=against, is_reordered=True)
+            unsharded = self._gradients(gradients_of, state, batch, "unsharded")
+            result = compare(ours, unsharded, reference=against, is_reordered=True)
         return result
 
-    def _gradients(self, state: tuple[Any, Any], batch: Any, reference: str | None) -> Gradients:
+    def _gradients_of_step(self) -> GradientsFunction | None:
+        """Loss and gradients from the step function, updates recorded; None before there is one."""
         fn, optimizer = self._step_fn, self._optimizer
         if fn is None or optimizer is None:
-            raise RuntimeError("no step function")
-        if reference == "unsharded":
-            device = self.layouts.device
-            state, batch = jax.tree.map(lambda leaf: jax.device_put(leaf, device), (state, batch))
-        else:
-            batch = self.place_batch(batch)
+            return None
 
         def pure(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
             with optimizer.tapped() as taken:
-                _, _, aux = fn(params, opt_state, batch)
+                _, _, aux = fn(params, opt_state, *batch)
             if not taken:
                 raise MemoptError.of(
                     "step-without-update",
@@ -183,9 +199,19 @@ class TreeApplied(AppliedBase):
                 )
             return Static.split(aux)[0], taken[0]
 
+        return pure
+
+    def _gradients(
+        self, gradients_of: GradientsFunction, state: tuple[Any, Any], batch: Any, reference: str | None
+    ) -> Gradients:
+        if reference == "unsharded":
+            device = self.layouts.device
+            state, batch = jax.tree.map(lambda leaf: jax.device_put(leaf, device), (state, batch))
+        else:
+            batch = self.place_batch(batch)
         self._reference = reference
         try:
-            aux, gradients = self.run_to_compare(pure, *state, batch, is_reference=reference is not None)
+            aux, gradients = self.run_to_compare(gradients_of, *state, batch, is_reference=reference is not None)
         finally:
             self._reference = None
         paths, _ = jax.tree_util.tree_flatten_with_path(gradients)
@@ -254,6 +280,19 @@ class TreeApplied(AppliedBase):
         if self._step is None or self._last is None:
             raise MemoptError.of("no-step-yet", "no step has run, so nothing was measured", hint="run one step first")
         return self._step.figures(*self._last)
+
+
+GradientsFunction = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""(params, opt_state, parts of the batch) -> (loss, gradients)"""
+
+
+def _gradients_of_loss(loss: Callable[..., jax.Array]) -> GradientsFunction:
+    def pure(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
+        del opt_state
+        value, gradients = jax.value_and_grad(loss)(params, *batch)
+        return [value], gradients
+
+    return pure
 
 
 def _flat(tree: Any) -> dict[str, Any]:
