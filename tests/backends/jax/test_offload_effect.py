@@ -11,10 +11,12 @@ import jax
 import optax
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import Saveable
 from jax.sharding import Mesh
 
 from memopt import apply_policy
 from memopt.errors import MemoptError, MemoptWarning
+from memopt_jax import remat
 from memopt_jax.compiled import CompiledStep
 
 POLICY = {
@@ -96,3 +98,22 @@ def test_an_offload_that_left_nothing_on_the_host_is_refused_before_a_step_runs(
 ) -> None:
     with pytest.raises(MemoptError, match="offload-without-effect"):
         compiled_step(0)
+
+
+def test_a_memory_kind_flipped_on_purpose_is_refused_before_a_step_runs(
+    nnx_models: Mapping[str, Callable[[nnx.Rngs], nnx.Module]],
+    inputs: jax.Array,
+    one_device: Mesh,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remat, "_TO_HOST", Saveable)
+    run = apply_policy(nnx_models["scan"](nnx.Rngs(0)), POLICY, example_inputs=inputs, mesh=one_device)
+    optimizer = run.optimizer(optax.sgd(0.1))
+
+    def fn(model: Any, optimizer: Any, batch: Any) -> jax.Array:
+        loss, gradients = nnx.value_and_grad(lambda model: (model(batch) ** 2).mean())(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    with pytest.raises(MemoptError, match="offload-without-effect"):
+        run.step(fn)(run.model, optimizer, inputs)
