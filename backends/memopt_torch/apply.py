@@ -238,7 +238,8 @@ class Applied:
         notes = list(self.plan.warnings)
         if self._is_flat():
             arena = self.engine.arena_plan
-            notes.append(f"arena: {arena.nbytes} bytes in one allocation, {len(self.engine.units)} units")
+            how = "given back while empty" if arena.is_freed else "in one allocation"
+            notes.append(f"arena: {arena.nbytes} bytes {how}, {len(self.engine.units)} units")
         return tuple(notes)
 
     # ------------------------------------------------------------------ checkpoints

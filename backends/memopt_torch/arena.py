@@ -7,6 +7,10 @@ planner turns them into offsets. Nothing is allocated during training, and the b
 Reduced gradients live from a unit's reduction to the optimizer step, when ever fewer weights are needed: they lie where
 the arena has room for them at no further byte, and have memory of their own where it has none.
 
+Where memory comes before time (nothing is gathered ahead), the arena falls into regions by what lies in them, each
+given back while it is empty: between forward and backward, when the loss needs most, nothing of it is there. Reduced
+gradients then come with the reduction and go with the next forward pass.
+
 Everything here is a pure function of sizes, so a plan can be made where nothing is allocated.
 """
 
@@ -29,17 +33,24 @@ class ArenaPlan:
 
     Attributes:
         placed: Every block that lies in the arena, with its offset.
-        nbytes: Size of the one allocation.
+        region_nbytes: Sizes of the allocations it is made of, one behind the other: offsets run through all of them.
         floor_nbytes: Bytes in use at the busiest moment: no plan can be smaller.
         kept: Names of the units that stay gathered between forward and backward.
         outside: Reduced gradients with memory of their own.
+        is_freed: Each region's memory is given back while nothing lies in it.
     """
 
     placed: Placed
-    nbytes: int
+    region_nbytes: tuple[int, ...]
     floor_nbytes: int
     kept: frozenset[str] = field(default_factory=frozenset)
     outside: tuple[Block, ...] = ()
+    is_freed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the arena."""
+        return sum(self.region_nbytes)
 
     def offsets(self, unit: str) -> dict[BlockKind, int]:
         """Where the blocks of a unit lie; kinds that take no arena memory are left out."""
@@ -49,8 +60,11 @@ class ArenaPlan:
         """The plan as text, largest blocks first."""
         rows = sorted(self.placed, key=lambda row: (-row[0].nbytes, row[0].name))
         lines = [f"{block.name:40s} {block.nbytes:>14,d} bytes at {offset:>14,d}" for block, offset in rows]
-        lines.append(f"arena: {self.nbytes:,d} bytes in one allocation (busiest moment {self.floor_nbytes:,d})")
-        if self.outside_nbytes:
+        how = "given back while empty" if self.is_freed else "in one allocation"
+        lines.append(f"arena: {self.nbytes:,d} bytes {how} (busiest moment {self.floor_nbytes:,d})")
+        if self.outside_nbytes and self.is_freed:
+            lines.append(f"reduced gradients: {self.outside_nbytes:,d} bytes, from reduction to the next forward pass")
+        elif self.outside_nbytes:
             lines.append(f"reduced gradients that find no room in it: {self.outside_nbytes:,d} bytes of their own")
         return "\n".join(lines)
 
@@ -60,19 +74,38 @@ class ArenaPlan:
         return sum(block.nbytes for block in self.outside)
 
 
-def plan_arena(units: Sequence[UnitSizes], *, grad_slots: int = 1) -> ArenaPlan:
+def plan_arena(units: Sequence[UnitSizes], *, grad_slots: int = 1, is_freed: bool = False) -> ArenaPlan:
     """Offsets for the units' buffers: the best of three first-fit orders.
 
     Args:
         units: In the order the forward pass runs them.
         grad_slots: Gradient buffers in flight; 2 lets a reduction run beside the next unit's whole backward.
+        is_freed: Memory is given back while nothing lies in it.
     """
-    blocks = lifetimes(units, grad_slots=grad_slots)
-    placed, total = _best_of_three(blocks)
+    blocks = lifetimes(units, grad_slots=grad_slots, is_freed=is_freed)
+    kept = kept_units(units, is_freed=is_freed)
     moments = range(2 * len(units))
     floor = max((sum(_round_up(b.nbytes) for b in blocks if b.is_live(moment)) for moment in moments), default=0)
+    if is_freed:
+        placed, regions = _in_regions(blocks, kept)
+        return ArenaPlan(placed, regions, floor, kept, reduced_lifetimes(units), is_freed=True)
+    placed, total = _best_of_three(blocks)
     inside, outside = _where_room_is(reduced_lifetimes(units), placed, total)
-    return ArenaPlan((*placed, *inside), total, floor, kept_units(units), outside)
+    return ArenaPlan((*placed, *inside), (total,), floor, kept, outside)
+
+
+def _in_regions(blocks: Sequence[Block], kept: frozenset[str]) -> tuple[Placed, tuple[int, ...]]:
+    """One region for each kind of block, and one for weights that stay when all others are away."""
+    kinds: dict[tuple[str, bool], list[Block]] = {}
+    for block in blocks:
+        kinds.setdefault((block.kind, block.kind == "weights" and block.unit in kept), []).append(block)
+    placed: list[tuple[Block, int]] = []
+    regions: list[int] = []
+    for alike in kinds.values():
+        inside, total = _best_of_three(alike)
+        placed += [(block, sum(regions) + offset) for block, offset in inside]
+        regions.append(total)
+    return tuple(placed), tuple(regions) or (0,)
 
 
 def _round_up(nbytes: int) -> int:

@@ -136,6 +136,7 @@ def materialise(engine: Engine) -> Arena:
         place = _Place(arena, engine.arena_plan.offsets(unit.name))
         for section in unit.sections:
             place.lay_out(engine, section)
+    arena.give_back()
     return arena
 
 
@@ -165,13 +166,14 @@ class _Place:
         elif section.stages_gradients:
             section.slot = torch.zeros(section.padded_numel, dtype=section.reduce_dtype, device=section.device)
         section.make_views()
+        section.brings_gradient = self.arena.plan.is_freed and section.stages_gradients
         if engine.reduction.manages(section):
             section.make_gradients(self._reduced(section))
 
     def _take(self, kind: BlockKind, section: Section, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Tenant]:
-        """The section's stretch of the unit's block of that kind."""
-        view = self.arena.view(self.offsets[kind], numel, dtype)
-        tenant = self.arena.tenant(kind, section, offset=self.offsets[kind], nbytes=view.nbytes)
+        """The section's stretch of the unit's block of that kind; blocks of nothing lie anywhere."""
+        offset = self.offsets.setdefault(kind, 0)
+        view, tenant = self.arena.tenant(kind, section, offset=offset, numel=numel, dtype=dtype)
         self.offsets[kind] += view.nbytes
         return view, tenant
 

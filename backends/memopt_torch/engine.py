@@ -93,7 +93,9 @@ class Engine(Gathering):
         layers = {request.name for request in requests if request.is_layer}
         self.accumulate_steps = accumulate_steps
         self.keeps_gradients = keeps_gradients
-        self.arena_plan = plan_arena(sizes_of(self, layers), grad_slots=grad_slots)
+        # Nothing gathered ahead: memory comes first, and what no unit uses now is given back.
+        is_freed = not any(unit.prefetch_forward or unit.prefetch_backward for unit in self.units)
+        self.arena_plan = plan_arena(sizes_of(self, layers), grad_slots=grad_slots, is_freed=is_freed)
         for unit in self.units:
             unit.keep = unit.keep or unit.name in self.arena_plan.kept
         self.schedule = Schedule(self.units)
@@ -383,7 +385,8 @@ class Engine(Gathering):
 
     def buffers(self) -> Iterable[tuple[torch.Tensor, str]]:
         """Every tensor the engine holds between steps, with its role."""
-        yield self.arena.storage, "gathered"
+        for region in self.arena.regions:
+            yield region.memory, "gathered"
         for unit in self.units:
             for section in unit.sections:
                 if not section.in_place:
@@ -396,7 +399,7 @@ class Engine(Gathering):
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory holds weights (so that offload never takes them)."""
         storage = tensor.untyped_storage()._cdata
-        if storage == self.arena.storage.untyped_storage()._cdata:
+        if any(storage == region.memory.untyped_storage()._cdata for region in self.arena.regions):
             return True
         return any(
             entry.held.untyped_storage()._cdata == storage

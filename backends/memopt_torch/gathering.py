@@ -11,6 +11,7 @@ from memopt.errors import MemoptError
 
 from .collectives import Collectives
 from .reduction import Reduction
+from .schedule import Schedule
 from .tenants import Arena, Tenant
 from .units import Section, Unit
 
@@ -27,11 +28,13 @@ class Gathering:
         collectives: Issues the gathers.
         arena: Where gathered weights lie.
         reduction: Asked to empty gradient slots whose memory is needed.
+        schedule: Says whether weights are needed again in this pass.
     """
 
     collectives: Collectives
     arena: Arena
     reduction: Reduction
+    schedule: Schedule
 
     def gather(self, unit: Unit) -> None:
         """Issues what brings a unit's weights; `make_ready` waits for it."""
@@ -95,6 +98,8 @@ class Gathering:
             section.swap(used=False)
             if section.weights is not None:
                 section.weights.occupied = False
+                if self.arena.plan.is_freed and not self.schedule.needs_weights:
+                    section.weights.region.give_back()
         unit.state = "sharded"
 
     def _wait(self, unit: Unit) -> None:
@@ -126,6 +131,7 @@ class Gathering:
         for other in tenant.neighbours:
             if other.occupied:
                 self._vacate(other)
+        tenant.region.bring()
         tenant.occupied = True
 
     def _vacate(self, tenant: Tenant) -> None:

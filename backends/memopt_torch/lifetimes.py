@@ -73,22 +73,22 @@ class Block:
         return any(first <= moment <= last for first, last in self.lifetimes)
 
 
-def kept_units(units: Sequence[UnitSizes]) -> frozenset[str]:
+def kept_units(units: Sequence[UnitSizes], *, is_freed: bool = False) -> frozenset[str]:
     """Units that stay gathered because they are the first the backward pass needs.
 
     The last unit always; before it as many layers as the backward pass gathers ahead. Freeing them would only buy the
-    same collective again.
+    same collective again. Where the arena `is_freed` between the passes, only those that have to stay.
     """
-    if not units:
-        return frozenset()
+    if not units or is_freed:
+        return frozenset(unit.name for unit in units if unit.keep or unit.resident)
     more = units[-1].prefetch_backward + (0 if units[-1].is_layer else 1)
     last = units[-(1 + more) :]
     return frozenset(unit.name for unit in units if unit.keep or unit.resident) | {unit.name for unit in last}
 
 
-def lifetimes(units: Sequence[UnitSizes], *, grad_slots: int = 1) -> tuple[Block, ...]:
+def lifetimes(units: Sequence[UnitSizes], *, grad_slots: int = 1, is_freed: bool = False) -> tuple[Block, ...]:
     """Blocks of weights and gradients over events `0..n-1` (forward) and `n..2n-1` (backward); empty ones left out."""
-    kept = kept_units(units)
+    kept = kept_units(units, is_freed=is_freed)
     blocks = []
     for i, unit in enumerate(units):
         forward, backward = i, 2 * len(units) - 1 - i

@@ -130,7 +130,7 @@ class Reduction:
             self.engine.acquire(section.gradients)
         if not section.opened:
             section.opened = True
-            if section.reduced is not None and any(entry.held.grad is not None for entry in section.entries):
+            if section.stages_gradients and any(entry.held.grad is not None for entry in section.entries):
                 self._claim_reduced(section)  # kept gradients are about to be brought there
             # Parameters that modules use as they are carry their own gradients; autograd adds to them.
             section.carries = not section.in_place and section.accumulates()
@@ -163,13 +163,13 @@ class Reduction:
             self._zero_missing(section)
 
     def _launch_scatter(self, section: Section) -> None:
-        assert section.slot is not None  # staged sections have both
-        assert section.grad is not None
+        assert section.slot is not None  # staged sections have one
         self._zero_missing(section)
-        section.direct = not section.carries and section.grad.dtype == section.slot.dtype
+        section.direct = not section.carries and section.held_dtype == section.slot.dtype
         if section.direct:
             self._claim_reduced(section)
         out = section.grad if section.direct else section.own_part(section.slot)
+        assert out is not None  # it has just been claimed
         section.pending = self.engine.collectives.reduce_scatter(out, section.slot, unit=section.unit.name)
 
     def _zero_missing(self, section: Section) -> None:
@@ -218,14 +218,15 @@ class Reduction:
         section.leave_slot()
 
     def _take_part(self, section: Section) -> None:
-        assert section.slot is not None  # staged sections have both
-        assert section.grad is not None
+        assert section.slot is not None  # staged sections have one
         out = section.grad if section.direct else section.own_part(section.slot)
+        assert out is not None  # claimed before it was sent
         if self.groups.replicas > 1:
             self.engine.collectives.all_reduce_mean(out, unit=section.unit.name, replicas_only=True).wait()
         if section.direct:
             return
         self._claim_reduced(section)
+        assert section.grad is not None  # claimed
         if section.carries:
             section.grad.add_(out)
         else:
@@ -245,7 +246,8 @@ class Reduction:
         section.move_slot_out()
 
     def _claim_reduced(self, section: Section) -> None:
-        """Takes the arena's place of a reduced gradient. In a pass out of order weights may lie there: they stay."""
+        """Takes the memory of a reduced gradient. In a pass out of order weights may lie there: they stay."""
+        section.bring_gradient()
         if section.reduced is None or section.reduced.occupied:
             return
         if any(other.occupied and other.kind == "weights" for other in section.reduced.neighbours):
@@ -267,6 +269,7 @@ class Reduction:
         """Weights come where reduced gradients lay; the optimizer has used those, or they are kept elsewhere."""
         for unit in self.engine.units:
             for section in unit.sections:
+                section.drop_gradient()
                 if section.reduced is not None and (section.reduced.occupied or section.holds_gradient):
                     self.clear_reduced(section)
 
@@ -370,6 +373,7 @@ class Reduction:
             self.engine.release(unit)
             self.engine.drop_part(unit)
         self._under_way.clear()
+        self.engine.arena.give_back()
         self.order.end()
         self.running = False
 

@@ -65,16 +65,19 @@ class Schedule:
         self.units = units
         self.forward = Track("forward")
         self.backward = Track("backward")
+        self._now = self.forward
         self.warned: set[str] = set()
 
     def start_forward(self) -> None:
         """A pass over the model begins."""
+        self._now = self.forward
         self.forward.position = 0
         if not self.forward.frozen:
             self.forward.order.clear()
 
     def start_backward(self) -> None:
         """A backward pass begins."""
+        self._now = self.backward
         self.backward.position = 0
         if not self.backward.frozen:
             self.backward.order.clear()
@@ -83,6 +86,12 @@ class Schedule:
         """The first whole step is over: its order is the plan of all others."""
         if self.forward.order and self.backward.order:
             self.forward.frozen = self.backward.frozen = True
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether a unit that is still to come in this pass needs its weights; in the first step nobody knows."""
+        coming = self._now.order[self._now.position :] if self._now.frozen else ()
+        return any(unit.needs_weights_in_backward or self._now is self.forward for unit in coming)
 
     def ahead_forward(self, unit: Unit | None) -> Sequence[Unit]:
         """Units to gather while `unit` (None: nothing yet) runs."""

@@ -118,6 +118,7 @@ class Section:
         part: This rank's part of the gathered values where the unit is resharded over groups.
         grad: Reduced gradient, held dtype: [shard_numel], or [padded_numel] for `zero1` and `whole`.
         reduced: The place of `grad` in the arena; None where it has memory of its own.
+        brings_gradient: That memory comes with the reduction and goes with the next forward pass.
         slot: Where whole gradients are staged for the reduce-scatter; None where they are reduced in `grad`.
     """
 
@@ -145,6 +146,7 @@ class Section:
         self.whole: torch.Tensor | None = None
         self.gathered: torch.Tensor
         self.part: torch.Tensor | None = None
+        self.brings_gradient = False
         self.grad: torch.Tensor | None = None
         self.slot: torch.Tensor | None = None
         self.pending: Pending | None = None
@@ -269,9 +271,13 @@ class Section:
         """Sets up the reduced gradient and the views on both ends of the reduction.
 
         Args:
-            memory: For the reduced gradient; None allocates it.
+            memory: For the reduced gradient; None allocates it, unless it comes later.
         """
         if not self.trainable:
+            return
+        if self.brings_gradient:
+            assert self.slot is not None  # only staged gradients come later
+            self._stage_in(self.slot)
             return
         numel = self.shard_numel if self.stages_gradients else self.padded_numel
         if memory is None:
@@ -311,6 +317,18 @@ class Section:
             else:
                 entry.grad_view = self._held_values(entry, low, None, mine)
                 entry.grad = ShardedTensor(entry.grad_view, entry.held.slice)  # type: ignore[attr-defined]
+
+    def bring_gradient(self) -> None:
+        """Allocates the reduced gradient where it comes with the reduction; its values are anything."""
+        if self.brings_gradient and self.grad is None:
+            self._point_gradients_at(torch.empty(self.shard_numel, dtype=self.held_dtype, device=self.device))
+
+    def drop_gradient(self) -> None:
+        """Lets the reduced gradient go, if nobody holds it: not the user, and not this backward pass."""
+        if self.brings_gradient and not self.holds_gradient:
+            self.grad = None
+            for entry in self.entries:
+                entry.grad = entry.grad_view = None
 
     @property
     def holds_gradient(self) -> bool:

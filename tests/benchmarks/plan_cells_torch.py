@@ -122,6 +122,8 @@ def sharded(units: list[str]) -> dict[str, dict[str, Any]]:
     return {
         "shard, layer": base,
         "shard and recompute, layer": {**base, "rules": [SHARD, whole]},
+        "memory first, layer": {**base, "unit_defaults": {"prefetch": {"forward": 0, "backward": 0}}},
+        "groups of two, layer": {**base, "unit_defaults": {"reshard_after_forward": 2}},
         "shard, fsdp2": {**base, "backend_options": {"torch": {"engine": "fsdp2"}}},
         "shard and recompute, fsdp2": {
             **base, "rules": [SHARD, whole], "backend_options": {"torch": {"engine": "fsdp2"}}

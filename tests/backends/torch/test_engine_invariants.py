@@ -107,7 +107,7 @@ def test_planned_arena_bytes_are_told_before_training_and_are_the_bytes_allocate
         run = memopt.apply_policy(tools.llama(), tools.policy(tools.shard()))
         engine = engine_of(run)
         arena = engine.arena
-        allocated = arena.storage.untyped_storage().nbytes()
+        allocated = arena.allocated_nbytes
         return arena.plan.nbytes, allocated, arena.plan.outside_nbytes, own_gradient_bytes(engine), told
 
     first, second = run_ranks(job, 2)
@@ -206,7 +206,7 @@ def test_the_weight_bound_peak_is_below_the_figures_of_others(tools: Any) -> Non
         return (peak.nbytes - peak.by_role["param"] - peak.by_role["optimizer_state"]) / 2**20
 
     assert run_fake(job, 8, 1) <= 16.8  # YaFSDP's, at its setting
-    assert run_fake(job, 8, 0) <= 14.8  # FSDP2's
+    assert run_fake(job, 8, 0) <= 9.9  # FSDP2's is 14.8
 
 
 @pytest.mark.parametrize("engine_options", [{}, {"communication": "blocking"}, {"gradient_slots": 2}])

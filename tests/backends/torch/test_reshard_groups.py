@@ -180,7 +180,7 @@ def test_parts_are_in_the_arena_and_in_what_is_measured(tools: Any) -> None:
         with StepMeter(run.model, optimizers=(opt,), engine=engine, batch=tokens) as meter:
             step()
         parts = [block.nbytes for block, _ in engine.arena_plan.placed if block.kind == "resharded"]
-        allocated = engine.arena.storage.untyped_storage().nbytes()
+        allocated = engine.arena.allocated_nbytes
         return engine.arena_plan.nbytes, allocated, parts, meter.result().collectives["all_gather"].num_calls
 
     over_all = run_fake(job, 8, tools.policy(tools.shard()))
