@@ -75,6 +75,9 @@ class TestCosts:
         assert layer().gather_s > 0
         assert layer().gather_again
         assert not layer(reshard_after_forward=False).gather_again
+        assert layer(reshard_after_forward=False).again_s == 0
+        assert layer().again_s == layer().gather_s
+        assert 0 < layer(reshard_after_forward=2).again_s < layer().gather_s
 
     def test_a_model_without_names_has_nothing_to_tune(self, llama_spec, fake_backend):
         from memopt.lowering import make_plan
