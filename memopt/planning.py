@@ -170,6 +170,7 @@ def plan_policies(
     policies: Sequence[str | Path],
     setting: Setting,
     *,
+    compiler_options: Mapping[str, Any] | None = None,
     calibrate: str | Path | None = None,
     progress: Progress | None = None,
 ) -> tuple[PlanResult | Refused, ...]:
@@ -178,6 +179,7 @@ def plan_policies(
     Args:
         policies: Files.
         setting: From `prepare`.
+        compiler_options: Added to those of every policy, which win.
         calibrate: A comparison's `results.json` with a row of one of these policies.
         progress: As in `plan_policy`.
 
@@ -185,12 +187,14 @@ def plan_policies(
         MemoptError: All are refused and there is only one, or the calibration is.
     """
     run = None if calibrate is None else load_run(calibrate, target=setting.target)
+    more = {"compiler_options": compiler_options or {}}
     results: list[PlanResult | Refused] = []
     for policy in policies:
         if progress is not None:
             progress(f"planning {policy}")
         try:
-            results.append(plan_policy(policy, setting, progress=progress))
+            loaded = load_policy(policy).with_backend_options(setting.backend.name, more)
+            results.append(plan_policy(loaded, setting, name=Path(policy).stem, progress=progress))
         except MemoptError as error:
             if len(policies) == 1:
                 raise

@@ -6,6 +6,7 @@ a file into a `Policy` and every fault into a `Problem` with its place.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
@@ -123,3 +124,17 @@ class Policy(StrictModel):
         copy = self.model_copy()
         copy._source = source
         return copy
+
+    def with_backend_options(self, backend: str, options: Mapping[str, Mapping[str, Any]]) -> Policy:
+        """The same policy with more options of one backend; what it sets itself stays.
+
+        Args:
+            backend: Backend name.
+            options: Option -> what to add to it, such as `{"compiler_options": {...}}`.
+        """
+        own = self.backend_options.get(backend, {})
+        added = {name: {**more, **own.get(name, {})} for name, more in options.items() if more}
+        if not added:
+            return self
+        merged = {**self.backend_options, backend: {**own, **added}}
+        return self.model_copy(update={"backend_options": merged}).with_source(self.source)

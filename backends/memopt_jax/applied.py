@@ -14,7 +14,8 @@ from memopt.plan import Plan
 from memopt.report import Report, rule_effects
 from memopt.spec import ModelSpec
 
-from .compiled import CompiledStep, rounding_options
+from .compiled import CompiledStep
+from .compiler_options import rounding_options
 from .optimizer import StatePlacement, Update, whole_update
 from .placement import kept_in_use
 from .shardings import Layouts, make_mesh, place

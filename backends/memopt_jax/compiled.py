@@ -122,8 +122,8 @@ class CompiledStep:
     def run_as_compiled(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run another function as the step is run: the same compiler options, audit and workaround; nothing donated.
 
-        Rounding alone is stricter. In dtypes below float32 XLA keeps more bits than are written wherever it fuses, and
-        what it fuses depends on what is kept: two right programs then differ by a percent. Here both round as written.
+        Rounding alone is stricter: two right programs differ where XLA rounds by what it fuses, in bfloat16 by a
+        percent. Here both round as written.
         """
         compiled, _ = self._compile(jax.jit(fn).trace(*args), rounds_as_written=True)
         return compiled(*args)
@@ -140,7 +140,7 @@ class CompiledStep:
         requested: Mapping[str, Any] = self._plan.options.get("compiler_options", {})
         options = compiler_options.options_for(device.platform, requested=requested, offloads=self._offloads)
         if rounds_as_written:
-            options |= rounding_options(device.platform)
+            options |= compiler_options.rounding_options(device.platform)
         if is_gpu and self._offloads and offset_audit.is_affected(jaxlib.__version__):
             options = offset_audit.workaround(options)  # known to fail: no need to compile it twice
         compiled = self._built(traced, options, device.platform)
@@ -303,11 +303,6 @@ def _enclosed_regions(jaxpr: Any) -> set[str]:
         for nested in inner_jaxprs(eqn):
             found |= _enclosed_regions(nested)
     return found
-
-
-def rounding_options(platform: str) -> dict[str, Any]:
-    """Compiler options under which a program rounds where it is written to; a TPU's compiler has none."""
-    return {} if platform == "tpu" else {"xla_allow_excess_precision": False}
 
 
 def offloaded_bytes(jaxpr: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from memopt.errors import MemoptError, did_you_mean
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 ASYNC_LIMIT = "xla_gpu_experimental_parallel_async_compute_limit"
 PIPELINED = "xla_gpu_enable_pipelined_host_offloading"
+YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 
 _PLATFORM_PREFIX = {"gpu": "xla_gpu_", "tpu": "xla_tpu_", "cpu": "xla_cpu_"}
 _LIBRARIES = {
@@ -56,6 +58,34 @@ def options_for(platform: str, *, requested: Mapping[str, Any] | None = None, of
     foreign = tuple(prefix for kind, prefix in _PLATFORM_PREFIX.items() if kind != platform)
     options.update({key: value for key, value in (requested or {}).items() if not key.startswith(foreign)})
     return options
+
+
+@cache
+def rounding_options(platform: str) -> dict[str, Any]:
+    """Options under which programs that keep different values round alike; for comparing, since they cost speed.
+
+    In dtypes below float32 XLA keeps more bits than are written wherever it fuses, and what it fuses depends on what is
+    kept. On a CPU it also hands sums, and what it can fuse with them, to YNNPACK, whose exponential is not XLA's: which
+    of the two a softmax gets depends on what is kept. Under these options a value is rounded where it is written to,
+    and YNNPACK gets matrix products alone. A TPU's compiler has no such options.
+
+    Args:
+        platform: `gpu`, `tpu` or `cpu`.
+    """
+    if platform == "tpu":
+        return {}
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    if platform == "cpu" and YNNPACK in known_options("cpu"):
+        options[YNNPACK] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+    return options
+
+
+def comparison_options(platform: str) -> dict[str, Any]:
+    """What the rows of a comparison are compiled with, the plain one too, beside the options of a policy.
+
+    On a CPU rounding is what is compared, and speed is not what a user is after; elsewhere it is.
+    """
+    return dict(rounding_options("cpu")) if platform == "cpu" else {}
 
 
 def explained(error: Exception, options: Mapping[str, Any], platform: str) -> MemoptError:

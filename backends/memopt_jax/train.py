@@ -14,12 +14,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from memopt.api import apply_policy
 from memopt.errors import MemoptError
+from memopt.loading import load_policy
 from memopt.report import rule_effects
 from memopt.workloads import Workload, load_workload
 
 from .baselines import checkpoint_layers
+from .compiler_options import comparison_options
 from .measure import StepFigures, step_figures
-from .workloads import build
+from .workloads import build, built_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,7 @@ def train(job: Any, *, emit: Callable[[Mapping[str, Any]], None]) -> None:
     mesh = _mesh(job)
     workload = load_workload(job.workload)
     workload = workload if isinstance(workload, Workload) else build(workload, seed=job.seed)
-    model = workload.model()
-    if not isinstance(model, nnx.Module):
-        raise MemoptError.of(
-            "workload-other-backend", f"`{workload.name}` builds a {type(model).__qualname__}, not a flax nnx module"
-        )
+    model = built_model(workload)
     batches = _batches(job, workload, mesh)
     if job.baseline is not None:
         checkpoint_layers(job.baseline, model, lambda called: workload.loss(called, batches(0)))
@@ -113,11 +111,12 @@ def _plain(workload: Workload, model: nnx.Module, mesh: Mesh) -> _Training:
         return nnx.state((model, optimizer)), loss
 
     traced: dict[str, Any] = {"state": state}
+    options = comparison_options(mesh.devices.flat[0].platform)
 
     def run(batch: Mapping[str, Any]) -> jax.Array:
         if "compiled" not in traced:
             traced["traced"] = jax.jit(step, donate_argnums=0).trace(traced["state"], batch)
-            traced["compiled"] = traced["traced"].lower().compile()
+            traced["compiled"] = traced["traced"].lower().compile(compiler_options=options)
         traced["state"], loss = traced["compiled"](traced["state"], batch)
         return loss
 
@@ -137,7 +136,9 @@ def _applied(job: Any, workload: Workload, model: nnx.Module, batch: Mapping[str
     inputs: tuple[Any, ...] = tuple(batch.values())  # of a workload that brings its own batch
     if job.batches is not None:
         inputs = (batch["tokens"][:, :-1], batch["tokens"][:, 1:])
-    applied = apply_policy(model, job.policy, example_inputs=inputs)
+    options = {"compiler_options": comparison_options(jax.devices()[0].platform)}
+    policy = load_policy(job.policy).with_backend_options("jax", options)
+    applied = apply_policy(model, policy, example_inputs=inputs)
     optimizer = applied.optimizer(workload.optimizer)
 
     def fn(model: Any, optimizer: Any, batch: Mapping[str, Any]) -> jax.Array:

@@ -13,6 +13,7 @@ from rich.console import Console
 from ..loading import load_policy
 from ..plan_table import make_console, render_result, side_by_side
 from ..planning import PlanResult, Refused, plan_policies, prepare
+from .compiler_options import parse_options
 from .sizes import parse_budget
 
 
@@ -27,6 +28,10 @@ def plan(
     calibrate: Annotated[
         Path | None, typer.Option(help="results.json of a comparison on this hardware: its step time sets the rates.")
     ] = None,
+    compiler_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Of XLA's compiler, beside those of the policies; may be repeated."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for plan.json and a page, index.html.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
@@ -35,6 +40,7 @@ def plan(
     Exit code 0 when all were planned and within the budget, 1 when one was refused or is over it.
     """
     console = Console(stderr=True)
+    options = parse_options(compiler_option or ())
     setting = prepare(
         workload=workload,
         backend=backend,
@@ -46,6 +52,7 @@ def plan(
     results = plan_policies(
         policies,
         setting,
+        compiler_options=options,
         calibrate=calibrate,
         progress=lambda text: console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True),
     )

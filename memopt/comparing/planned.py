@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from ..backend import load_backend
+
 PLAN_TIMEOUT_S = 600.0
 
 
@@ -24,6 +26,10 @@ def planned_peaks(
     """
     command = [sys.executable, "-m", "memopt", "plan", *policies, "--workload", workload, "--backend", backend]
     command += ["--target", target, "--world-size", str(world_size), "--json"]
+    options = getattr(load_backend(backend), "comparison_options", lambda device: {})(target.partition(":")[0])
+    command += [
+        word for name, value in options.items() for word in ("--compiler-option", f"{name}={json.dumps(value)}")
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PLAN_TIMEOUT_S)
         document = json.loads(done.stdout)

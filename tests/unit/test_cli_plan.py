@@ -53,6 +53,20 @@ def test_the_world_size_replaces_the_targets(run):
     assert json.loads(out)["world_size"] == 4
 
 
+def test_compiler_options_reach_every_policy_and_a_wrong_form_says_so(monkeypatch, run):
+    seen = []
+    original = planning.lowered
+    monkeypatch.setattr(planning, "lowered", lambda policy, setting: seen.append(policy) or original(policy, setting))
+    options = ["--compiler-option", "xla_b=8", "--compiler-option", "xla_c=true"]
+    run("plan", NONE, RECOMPUTE, "--target", "gpu:h100:8", "--json", *options)
+    assert [policy.backend_options for policy in seen] == [
+        {"sized": {"compiler_options": {"xla_b": 8, "xla_c": True}}}
+    ] * 2
+    code, _, err = run("plan", NONE, "--target", "gpu:h100:8", "--compiler-option", "xla_b")
+    assert code == 2
+    assert "NAME=VALUE" in err
+
+
 def test_a_page_and_the_json_are_written(run, tmp_path):
     _, _, err = run("plan", NONE, "--target", "gpu:h100:8", "--out", str(tmp_path / "plan"))
     assert json.loads((tmp_path / "plan" / "plan.json").read_text(encoding="utf-8"))["policy"] == "none"
