@@ -346,11 +346,14 @@ def _engine(model: nn.Module, plan: Plan, names: Names) -> Any:
     return Engine(
         model,
         requests_of(plan, names),
-        groups=make_groups(plan.mesh, part_sizes=[n for n in reshard if not isinstance(n, bool)]),
+        groups=make_groups(
+            plan.mesh,
+            part_sizes=[n for n in reshard if not isinstance(n, bool)],
+            timeout_s=options.get("timeout_s"),
+        ),
         dtypes=dtypes_of(plan),
         grad_slots=options.get("gradient_slots", 1),
         blocking=options.get("communication", "async") == "blocking",
-        timeout_s=options.get("timeout_s"),
         accumulate_steps=plan.accumulate_steps if last else 1,
         keeps_gradients=plan.accumulate_steps > 1 and not last,
         agree_on_unused=options.get("unused_parameters", "auto") == "agree",

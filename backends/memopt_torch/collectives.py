@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -19,6 +21,7 @@ from memopt.errors import MemoptError, Problem
 
 from .interpreter_exit import keep_until_exit
 from .journal import Ticket, note_wait, noted_collective
+from .stalls import StallWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +62,35 @@ def _axis_groups(mesh: np.ndarray, axis: int) -> list[list[int]]:
     return np.moveaxis(mesh, axis, -1).reshape(-1, mesh.shape[axis]).tolist()
 
 
-def _new_group(ranks: list[list[int]]) -> dist.ProcessGroup:
+def _new_group(ranks: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
     """The group among `ranks` this process belongs to; collective over the world."""
-    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=_timeout_of_world())
+    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout or timeout_of_world())
     assert isinstance(group, dist.ProcessGroup)  # every rank is in one of them
     return group
 
 
-def _timeout_of_world() -> timedelta | None:
+def timeout_of_world() -> timedelta | None:
     """What the user gave `init_process_group`; torch gives new groups its own half hour instead."""
     world = dist.group.WORLD
     assert world is not None  # groups are made of an initialised world
-    backends = [world._get_backend(device) for device in world._device_types]
+    return _timeout_of(world)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    backends = [group._get_backend(device) for device in group._device_types]
     timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
     return next((timeout for timeout in timeouts if timeout is not None), None)
 
 
-def make_groups(axes: tuple[tuple[str, int], ...], *, part_sizes: Iterable[int] = ()) -> Groups:
+def make_groups(
+    axes: tuple[tuple[str, int], ...], *, part_sizes: Iterable[int] = (), timeout_s: float | None = None
+) -> Groups:
     """Groups for a mesh of `replicate` and `fsdp` axes (either may be absent). Collective over the world.
 
     Args:
         axes: (name, size), outer to inner; the product is the world size.
         part_sizes: Sizes of further groups, of neighbours on `fsdp`; those that are not smaller than it are left out.
+        timeout_s: After which a collective of these groups fails; None: as the user's own process group.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Groups()
@@ -93,38 +103,58 @@ def make_groups(axes: tuple[tuple[str, int], ...], *, part_sizes: Iterable[int] 
     rank = 0
     gather = reduce = replicate = None
     parts: dict[int, dist.ProcessGroup] = {}
+    new = partial(_new_group, timeout=None if timeout_s is None else timedelta(seconds=timeout_s))
     if shard > 1:
         lists = _axis_groups(ranks, names.index("fsdp"))
-        gather, reduce = _new_group(lists), _new_group(lists)
+        gather, reduce = new(lists), new(lists)
         rank = dist.get_rank(gather)
         for size in sorted({size for size in part_sizes if size < shard}):
-            parts[size] = _new_group([line[i : i + size] for line in lists for i in range(0, shard, size)])
+            parts[size] = new([line[i : i + size] for line in lists for i in range(0, shard, size)])
     if replicas > 1:
         lists = _axis_groups(ranks, names.index("replicate")) if "replicate" in names else ranks.reshape(1, -1).tolist()
-        replicate = _new_group(lists)
+        replicate = new(lists)
     everyone = [list(range(world))]
-    everywhere, control = _new_group(everyone), _new_group(everyone)
+    everywhere, control = new(everyone), new(everyone)
     keep_until_exit((gather, reduce, replicate, everywhere, control, *parts.values()))
     return Groups(shard, rank, replicas, gather, reduce, replicate, everywhere, control, parts)
 
 
 def device_mesh(axes: tuple[tuple[str, int], ...], device_type: str) -> DeviceMesh:
-    """A torch DeviceMesh of the plan's axes, for the fsdp2 engine; real ranks even while planning on fake tensors."""
+    """A torch DeviceMesh of the plan's axes, for the fsdp2 engine; real ranks even while planning on fake tensors.
+
+    Groups of several axes are made here: the ones torch would make wait half an hour, whatever the user's own do.
+    """
+    names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
     with unset_fake_temporarily():
-        mesh = init_device_mesh(
-            device_type, tuple(size for _, size in axes), mesh_dim_names=tuple(name for name, _ in axes)
-        )
+        if len(axes) == 1:
+            mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        else:
+            ranks = np.arange(dist.get_world_size()).reshape(sizes)
+            groups = [_new_group(_axis_groups(ranks, axis), None) for axis in range(len(axes))]
+            mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks.tolist(), mesh_dim_names=names)
         keep_until_exit(mesh.get_all_groups())
     return mesh
+
+
+def stall_watch(model: nn.Module, groups: Groups) -> StallWatch | None:
+    """A watch over collectives of GPUs, whose waits raise nothing."""
+    if groups.world is None or not any(parameter.is_cuda for parameter in model.parameters()):
+        return None
+    timeout = _timeout_of(groups.world)
+    if timeout is None:
+        return None
+    watch = StallWatch(timeout.total_seconds())
+    watch.start()
+    return watch
 
 
 class Collectives:
     """Issues collectives, counts them, and turns their failures into errors that name step, unit and rank."""
 
-    def __init__(self, groups: Groups, *, blocking: bool = False, timeout_s: float | None = None) -> None:
+    def __init__(self, groups: Groups, *, blocking: bool = False, watch: StallWatch | None = None) -> None:
         self.groups = groups
         self.blocking = blocking
-        self.timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self.watch = watch
         self.step = 0
         self.counts: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
@@ -176,6 +206,8 @@ class Collectives:
                 work = call()
             except RuntimeError as error:
                 raise self.failure(name, unit, error) from error
+        if self.watch is not None and work is not None:
+            self.watch.note(f"{name} of unit `{unit}` in step {self.step} on rank {dist.get_rank()}", work)
         return Pending(self, name, unit, work, noted_collective())
 
     def failure(self, name: str, unit: str, error: BaseException) -> MemoptError:
@@ -210,9 +242,6 @@ class Pending:
             return
         note_wait(self._ticket)
         try:
-            if self._collectives.timeout is None:
-                work.wait()
-            else:
-                work.wait(self._collectives.timeout)
+            work.wait()  # the group's own timeout holds; one given here would make a GPU's wait block the processor
         except RuntimeError as error:
             raise self._collectives.failure(self._name, self._unit, error) from error

@@ -23,7 +23,7 @@ from memopt.errors import MemoptError, MemoptWarning
 
 from .arena import ArenaPlan, plan_arena
 from .assembly import check_requests, materialise, sizes_of, unit_from
-from .collectives import Collectives, Groups
+from .collectives import Collectives, Groups, stall_watch
 from .gathering import Gathering, in_backward_pass
 from .reduction import Reduction
 from .schedule import Schedule
@@ -59,7 +59,6 @@ class Engine(Gathering):
         dtypes: Precision.
         grad_slots: Gradient buffers in flight.
         blocking: Wait for each collective where it is issued.
-        timeout_s: After which a collective counts as stalled; None leaves it to the process group.
         accumulate_steps: Backward passes per optimizer step when gradients are reduced at the last only.
         keeps_gradients: Reduced gradients are kept through forward passes (accumulation that reduces each time), so
             they share no memory with weights.
@@ -75,7 +74,6 @@ class Engine(Gathering):
         dtypes: Dtypes = Dtypes(),  # noqa: B008  # frozen
         grad_slots: int = 1,
         blocking: bool = False,
-        timeout_s: float | None = None,
         accumulate_steps: int = 1,
         keeps_gradients: bool = False,
         agree_on_unused: bool = False,
@@ -84,7 +82,7 @@ class Engine(Gathering):
         self.model = model
         self.groups = groups
         self.dtypes = dtypes
-        self.collectives = Collectives(groups, blocking=blocking, timeout_s=timeout_s)
+        self.collectives = Collectives(groups, blocking=blocking, watch=stall_watch(model, groups))
         self.units = [
             unit_from(request, i, dtypes, size=groups.size, rank=groups.rank)
             for i, request in enumerate(requests)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from memopt.errors import MemoptError, Problem
 
+from .collectives import timeout_of_world
 from .interpreter_exit import keep_also
 from .sharded import ShardedTensor
 
@@ -74,7 +75,7 @@ class Saver:
                     "ranks agree on a checkpoint in the background by gloo, which this build of torch does not have",
                     hint="leave `async_save` out, or install a build with gloo",
                 )
-            group = dist.new_group(backend="gloo")
+            group = dist.new_group(backend="gloo", timeout=timeout_of_world())
             assert isinstance(group, dist.ProcessGroup)  # every rank is in it
             keep_also(group)
             self._group = group

@@ -408,7 +408,16 @@ def test_every_setting_reaches_the_engine() -> None:
     )
 
     def job() -> dict[str, Any]:
-        engine = memopt.apply_policy(Stack(), everything).engine
+        asked: set[float] = set()
+        make = dist.new_subgroups_by_enumeration
+
+        def noted(ranks: Any, *, timeout: Any) -> Any:
+            asked.add(timeout.total_seconds())
+            return make(ranks, timeout=timeout)
+
+        with pytest.MonkeyPatch.context() as monkey:
+            monkey.setattr(dist, "new_subgroups_by_enumeration", noted)
+            engine = memopt.apply_policy(Stack(), everything).engine
         unit = next(unit for unit in engine.units if unit.name == "blocks.0")
         return {
             "replicas": engine.groups.replicas,
@@ -420,7 +429,7 @@ def test_every_setting_reaches_the_engine() -> None:
             "reduce": unit.sections[0].slot.dtype,
             "accumulate": engine.reduction.accumulate_steps,
             "blocking": engine.collectives.blocking,
-            "timeout": engine.collectives.timeout.total_seconds(),
+            "timeouts": asked,
             "agree": engine.reduction.agree_on_unused,
         }
 
@@ -434,7 +443,7 @@ def test_every_setting_reaches_the_engine() -> None:
         "reduce": torch.float16,
         "accumulate": 3,
         "blocking": True,
-        "timeout": 77.0,
+        "timeouts": {77.0},
         "agree": True,
     }
     two_slots = policy(SHARD, backend_options={"torch": {"gradient_slots": 2}})

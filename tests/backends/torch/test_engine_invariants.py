@@ -400,6 +400,24 @@ def test_collectives_stall_for_as_long_as_the_users_process_group_allows(tools: 
     assert run_ranks(job, 2, timeout_s=57) == [{57.0}, {57.0}]
 
 
+def test_groups_of_the_engine_alone_wait_as_long_as_the_policy_says(tools: Any) -> None:
+    """A timeout given to each wait would make a GPU's wait block the processor."""
+
+    def job() -> tuple[set[float], float]:
+        options = {"timeout_s": 33.0}
+        run = memopt.apply_policy(tools.llama(), tools.policy(tools.shard(), backend_options={"torch": options}))
+        groups = run.engine.collectives.groups
+        mine = (groups.gather, groups.reduce, groups.world, groups.control)
+        assert dist.group.WORLD is not None
+        return {seconds_of(group) for group in mine}, seconds_of(dist.group.WORLD)
+
+    assert run_ranks(job, 2, timeout_s=57) == [({33.0}, 57.0)] * 2
+
+
+def seconds_of(group: Any) -> float:
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
 def test_profiler_ranges_name_the_units(tools: Any) -> None:
     def job() -> set[str]:
         run = memopt.apply_policy(tools.llama(), tools.policy(tools.shard()))
