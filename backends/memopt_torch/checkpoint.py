@@ -6,8 +6,11 @@ and by a model under no policy at all. Nothing is gathered. What is saved, and l
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Mapping
+import pickle
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,25 +19,42 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from memopt.errors import MemoptError, Problem
-from memopt.matching import WRAPPERS
+from memopt.errors import MemoptError, MemoptWarning, Problem
 
-from .matrix_optimizers import OwnerOptimizer
+from .optimizer_states import (
+    kind_of,
+    named_state,
+    optimizer_problems,
+    parameter_names,
+    plain_name,
+    refuse_unnamed,
+    restore_groups,
+    set_state,
+    state_key,
+    state_targets,
+)
 from .optimizers import clear_waiting_state, note_waiting_state
-from .saving import ABOUT, quiet
+from .saving import ABOUT, cause_of, quiet
 
 if TYPE_CHECKING:
     from .apply import Applied
 
 FORMAT = 1
-
-
-def plain_name(raw: str) -> str:
-    """The name a parameter has in a model that nothing has wrapped."""
-    return ".".join(part for part in raw.split(".") if part not in WRAPPERS)
+# What reading a damaged file of pickled or JSON data raises.
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    ValueError,
+    pickle.UnpicklingError,
+    LookupError,
+    AttributeError,
+    ImportError,
+    TypeError,
+)
 
 
 @dataclass(frozen=True)
@@ -42,11 +62,11 @@ class Contents:
     """What a checkpoint holds.
 
     Attributes:
-        tensors: Key -> tensor (sharded ones by part), written in place when loading.
+        tensors: Key -> tensor (sharded ones by part), written in place when loading; modules' extra state as bytes.
         about: Plain values, one JSON file.
     """
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Any]
     about: dict[str, Any]
 
 
@@ -63,27 +83,37 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
-    """Parameter -> its plain name, the first one where it is tied."""
-    return {parameter: plain_name(raw) for raw, parameter in model.named_parameters()}
+def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """The key of each module's extra state (`get_extra_state`), as in `state_dict`, and the module."""
+    return {
+        f"model.{plain_name(f'{prefix}._extra_state' if prefix else '_extra_state')}": module
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
-def _state(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> Iterator[tuple[str, str, Any]]:
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            yield names[parameter], key, value
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def contents_of(model: nn.Module, optimizers: tuple[Optimizer, ...], extra: Mapping[str, Any]) -> Contents:
     """Everything to be saved."""
     names = parameter_names(model)
-    tensors = model_tensors(model)
+    refuse_unnamed(optimizers, names)
+    tensors: dict[str, Any] = model_tensors(model)
+    tensors |= {key: _packed(module.get_extra_state()) for key, module in _extra_states(model).items()}
     about: dict[str, Any] = {"format": FORMAT, "extra": dict(extra), "optimizers": []}
     for number, optimizer in enumerate(optimizers):
         values: dict[str, dict[str, Any]] = {}
-        for name, key, value in _state(optimizer, names):
+        for name, key, value in named_state(optimizer, names):
             if isinstance(value, torch.Tensor):
-                tensors[_state_key(number, name, key)] = value
+                tensors[state_key(number, name, key)] = value
             else:
                 values.setdefault(name, {})[key] = value
         groups = [
@@ -91,7 +121,7 @@ def contents_of(model: nn.Module, optimizers: tuple[Optimizer, ...], extra: Mapp
             | {"params": [names[parameter] for parameter in group["params"]]}
             for group in optimizer.param_groups
         ]
-        about["optimizers"].append({"groups": groups, "values": values})
+        about["optimizers"].append({"kind": kind_of(optimizer), "groups": groups, "values": values})
     try:
         json.dumps(about)
     except TypeError as error:
@@ -103,34 +133,32 @@ def contents_of(model: nn.Module, optimizers: tuple[Optimizer, ...], extra: Mapp
     return Contents(tensors, about)
 
 
-def _state_key(number: int, name: str, key: str) -> str:
-    prefix = "optimizer" if number == 0 else f"optimizer{number}"
-    return f"{prefix}.state.{name}.{key}"
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
-
-
-# ---------------------------------------------------------------------- loading
-
-
 def load(applied: Applied, directory: Any) -> dict[str, Any]:
     """See `Applied.load`."""
     path = _existing(Path(directory))
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    about = _about(path)
-    tensors = model_tensors(applied.model)
-    problems = _mismatches(tensors, metadata)
-    problems += _optimizer_problems(applied, about)
+    metadata, about = _read_metadata(path)
+    refuse_unnamed(applied.optimizers, parameter_names(applied.model))
+    tensors: dict[str, Any] = model_tensors(applied.model)
+    extra_states = _extra_states(applied.model)
+    problems = [*_mismatches(tensors, metadata), *_extra_mismatches(extra_states, metadata)]
+    problems += optimizer_problems(applied.model, applied.optimizers, about)
     if problems:
         raise MemoptError(problems)
-    for number, optimizer in enumerate(applied.optimizers):
-        tensors |= _state_targets(applied.model, optimizer, number, metadata)
-    _read(tensors, path)
     saved = about.get("optimizers", [])
-    for optimizer, one in zip(applied.optimizers, saved, strict=False):
-        _restore_groups(applied.model, optimizer, one)
+    states = [
+        state_targets(applied.model, optimizer, number, metadata)
+        for number, (optimizer, _) in enumerate(zip(applied.optimizers, saved, strict=False))
+    ]
+    for number, state in enumerate(states):
+        tensors |= state.by_key(number)
+    tensors |= dict.fromkeys(extra_states, b"")
+    _read(tensors, path)
+    for key, module in extra_states.items():
+        module.set_extra_state(torch.load(io.BytesIO(tensors[key]), weights_only=False))
+    for optimizer, state, one in zip(applied.optimizers, states, saved, strict=False):
+        set_state(optimizer, state)
+        restore_groups(applied.model, optimizer, one)
+    _tell_of_stale_state(applied.optimizers[len(saved) :], path)
     applied.waiting_state = None
     if len(saved) > len(applied.optimizers):
         applied.waiting_state = WaitingState(path, _identity(path), metadata, about)
@@ -139,9 +167,45 @@ def load(applied: Applied, directory: Any) -> dict[str, Any]:
     return about.get("extra", {})
 
 
-def _read(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    with quiet():
-        dcp.load(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())  # type: ignore[arg-type]
+def _read(tensors: dict[str, Any], path: Path) -> None:
+    try:
+        with quiet():
+            dcp.load(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())  # type: ignore[arg-type]
+    except (CheckpointException, *_UNREADABLE, RuntimeError) as error:
+        raise _unreadable(path, cause_of(error)) from error
+
+
+def _read_metadata(path: Path) -> tuple[Metadata, dict[str, Any]]:
+    """What a checkpoint says that it holds."""
+    file = path / ABOUT
+    try:
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        about = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except _UNREADABLE as error:
+        raise _unreadable(path, f"{type(error).__name__}: {error}") from error
+    return metadata, about
+
+
+def _unreadable(path: Path, what: str) -> MemoptError:
+    return MemoptError.of(
+        "checkpoint-unreadable",
+        f"`{path}` could not be read: {what}",
+        path=str(path),
+        hint="a file of it is missing, cut short or changed; load an earlier checkpoint. Weights may have been written "
+        "in part: do not train on with them",
+    )
+
+
+def _tell_of_stale_state(optimizers: tuple[Optimizer, ...], path: Path) -> None:
+    """An optimizer that the checkpoint knows nothing of goes on with what it has gathered on other weights."""
+    stale = [type(optimizer).__name__ for optimizer in optimizers if any(optimizer.state.values())]
+    if stale:
+        warnings.warn(
+            f"`{path}` was saved without the state of {', '.join(stale)}, which has state of its own from steps on "
+            "other weights and keeps it; make a new optimizer to start without",
+            MemoptWarning,
+            stacklevel=4,
+        )
 
 
 @dataclass(frozen=True)
@@ -171,7 +235,7 @@ def claim_state(applied: Applied, optimizer: Optimizer) -> None:
     number = applied.optimizers.index(optimizer)
     if waiting is None or number >= len(waiting.about["optimizers"]):
         return
-    problems = _optimizer_problems(applied, waiting.about)
+    problems = optimizer_problems(applied.model, applied.optimizers, waiting.about)
     if not (waiting.path / ".metadata").exists() or _identity(waiting.path) != waiting.identity:
         problems.append(
             Problem(
@@ -184,9 +248,10 @@ def claim_state(applied: Applied, optimizer: Optimizer) -> None:
         )
     if problems:
         raise MemoptError(problems)
-    targets = _state_targets(applied.model, optimizer, number, waiting.metadata)
-    _read(targets, waiting.path)
-    _restore_groups(applied.model, optimizer, waiting.about["optimizers"][number])
+    state = state_targets(applied.model, optimizer, number, waiting.metadata)
+    _read(state.by_key(number), waiting.path)
+    set_state(optimizer, state)
+    restore_groups(applied.model, optimizer, waiting.about["optimizers"][number])
     clear_waiting_state(optimizer)
 
 
@@ -207,11 +272,6 @@ def _existing(path: Path) -> Path:
         path=str(path),
         hint="pass the folder that run.save was given",
     )
-
-
-def _about(path: Path) -> dict[str, Any]:
-    file = path / ABOUT
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def _mismatches(tensors: Mapping[str, torch.Tensor], metadata: Metadata) -> list[Problem]:
@@ -237,71 +297,16 @@ def _mismatches(tensors: Mapping[str, torch.Tensor], metadata: Metadata) -> list
     return problems
 
 
-def _optimizer_problems(applied: Applied, about: Mapping[str, Any]) -> list[Problem]:
-    names = parameter_names(applied.model)
-    problems = []
-    for number, (optimizer, saved) in enumerate(zip(applied.optimizers, about.get("optimizers", ()), strict=False)):
-        mine = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-        theirs = [group["params"] for group in saved["groups"]]
-        if mine != theirs:
-            problems.append(
-                Problem(
-                    "checkpoint-groups",
-                    f"optimizer {number} has groups of {[len(group) for group in mine]} parameters, the checkpoint "
-                    f"{[len(group) for group in theirs]} (or other parameters in them)",
-                    hint="make the optimizer with the groups it was saved with, then load",
-                )
-            )
-    return problems
-
-
-def _state_targets(model: nn.Module, optimizer: Optimizer, number: int, metadata: Metadata) -> dict[str, torch.Tensor]:
-    """Fresh state tensors as the checkpoint has them, in the layout of the parameters here."""
-    prefix = _state_key(number, "", "").removesuffix(".")
-    saved = {key: entry for key, entry in metadata.state_dict_metadata.items() if key.startswith(prefix)}
-    targets: dict[str, torch.Tensor] = {}
-    for parameter, name in parameter_names(model).items():
-        if isinstance(optimizer, OwnerOptimizer) and not optimizer.owns(parameter):
-            continue
-        own = {key: entry for key, entry in saved.items() if key.rpartition(".")[0] == f"{prefix}{name}"}
-        tensors = {
-            key: _state_tensor(_kept_as(optimizer, parameter), entry)
-            for key, entry in own.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        if tensors:
-            state = {key.rpartition(".")[2]: tensor for key, tensor in tensors.items()}
-            if isinstance(optimizer, OwnerOptimizer):
-                optimizer.state_of(parameter).update(state)
-            else:
-                optimizer.state[parameter] = state
-            targets |= tensors
-    return targets
-
-
-def _kept_as(optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor:
-    """What the state of a parameter is laid out like: the parameter, or a whole tensor at its owner."""
-    if isinstance(optimizer, OwnerOptimizer):
-        return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    return parameter
-
-
-def _state_tensor(parameter: torch.Tensor, entry: TensorStorageMetadata) -> torch.Tensor:
-    if tuple(entry.size) == tuple(parameter.shape) and parameter.dim() > 0:
-        return torch.zeros_like(parameter, dtype=entry.properties.dtype).detach()
-    return torch.zeros(entry.size, dtype=entry.properties.dtype)
-
-
-def _restore_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
-        for key, value in options.items():
-            if key == "params":
-                continue
-            before = group.get(key)
-            if isinstance(before, torch.Tensor):
-                before.fill_(float(value))
-            else:
-                group[key] = tuple(value) if isinstance(before, tuple) else value
-    by_name = {name: parameter for parameter, name in parameter_names(model).items()}
-    for name, values in saved["values"].items():
-        optimizer.state[by_name[name]].update(values)
+def _extra_mismatches(extra_states: Mapping[str, nn.Module], metadata: Metadata) -> list[Problem]:
+    saved = {
+        key
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith("model.") and key.endswith("_extra_state") and isinstance(entry, BytesStorageMetadata)
+    }
+    return [
+        Problem("checkpoint-mismatch", "extra state that the model has and the checkpoint does not", path=key)
+        for key in extra_states.keys() - saved
+    ] + [
+        Problem("checkpoint-mismatch", "extra state that the checkpoint has and the model does not", path=key)
+        for key in saved - extra_states.keys()
+    ]

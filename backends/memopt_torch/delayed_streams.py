@@ -35,7 +35,8 @@ class _Stretch:
             return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
 
         first = offset * dtype.itemsize
-        return cls(weakref.ref(storage, when_freed), storage._cdata, first, first + tensor.numel() * dtype.itemsize, view)
+        stop = first + tensor.numel() * dtype.itemsize
+        return cls(weakref.ref(storage, when_freed), storage._cdata, first, stop, view)
 
     def overlaps(self, other: _Stretch) -> bool:
         """Whether both hold some byte of the same memory."""

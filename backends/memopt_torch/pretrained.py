@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from memopt.errors import MemoptError, Problem
@@ -23,6 +25,21 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+
+@contextmanager
+def _readable(folder: Any) -> Iterator[None]:
+    """Names the folder where a file is missing or damaged."""
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise MemoptError.of(
+            "pretrained-unreadable",
+            f"the files in `{folder}` could not be read: {type(error).__name__}: {error}",
+            path=str(folder),
+            hint="download or write the folder again: a file is missing, cut short, or no safetensors",
+        ) from error
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -51,12 +68,13 @@ def load_pretrained(applied: Applied, folder: Any, *, strict: bool = True) -> No
     Tied weights may be saved under one of their names.
 
     Raises:
-        MemoptError: `pretrained-mismatch`, with every key that is missing, left over or of another shape.
+        MemoptError: `pretrained-mismatch`, with every key that is missing, left over or of another shape;
+            `pretrained-unreadable`, `no-safetensors`.
     """
-    files = _files(Path(folder))
     targets = {key.removeprefix("model."): tensor for key, tensor in model_tensors(applied.model).items()}
-    _check_keys(targets, files, applied, strict=strict)
-    with ExitStack() as stack, torch.no_grad():
+    with _readable(folder), ExitStack() as stack, torch.no_grad():
+        files = _files(Path(folder))
+        _check_keys(targets, files, applied, strict=strict)
         opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in sorted(set(files.values()))}
         for key, tensor in targets.items():
             if key in files:
@@ -118,31 +136,90 @@ def _read_dtensor(source: Any, target: Any) -> None:
 
 
 def save_pretrained(applied: Applied, folder: Any, *, max_file_bytes: int = 5 * 2**30) -> None:
-    """Writes the weights as Transformers reads them, tensor by tensor: rank 0 holds at most one file's worth whole.
+    """Writes weights and configuration as Transformers reads them; rank 0 holds at most one file's worth whole.
+
+    Weight files of an earlier save in the folder are replaced.
 
     Raises:
-        MemoptError: `checkpoint-write-failed`.
+        MemoptError: `checkpoint-write-failed`, on every rank.
     """
-    target = Path(folder)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    files: list[list[str]] = []
-    sizes: dict[str, int] = {}
-    try:
-        if rank == 0:
-            target.mkdir(parents=True, exist_ok=True)
-        for number, tensors in enumerate(_batches(applied, max_file_bytes)):
-            files.append(list(tensors))
-            sizes |= {key: tensor.nbytes for key, tensor in tensors.items()}
-            if rank == 0:
-                save_file(tensors, target / f"part-{number}.safetensors", metadata={"format": "pt"})
-        if rank == 0:
-            _name_files(target, files, sizes)
-    except OSError as error:
-        raise MemoptError.of(
-            "checkpoint-write-failed", f"could not write `{target}`: {error}", path=str(target), hint="free space"
-        ) from error
+    writer = _Writer(Path(folder), is_first=not dist.is_initialized() or dist.get_rank() == 0)
+    writer.attempt(writer.begin)
+    for tensors in _batches(applied, max_file_bytes):
+        writer.attempt(lambda tensors=tensors: writer.write(tensors))
+    writer.attempt(lambda: writer.finish(applied.model))
+    failure = [writer.failure]
     if dist.is_initialized():
-        dist.barrier()
+        dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise MemoptError.of(
+            "checkpoint-write-failed",
+            f"could not write `{folder}`: {failure[0]}",
+            path=str(folder),
+            hint="free space, or choose another folder",
+        )
+
+
+class _Writer:
+    """Writes files on rank 0. After a failure it writes no more; the ranks still gather together to the end."""
+
+    def __init__(self, folder: Path, *, is_first: bool) -> None:
+        self.failure: str | None = None
+        self._folder, self._is_first = folder, is_first
+        self._files: list[dict[str, int]] = []
+
+    def attempt(self, call: Callable[[], None]) -> None:
+        """Runs on rank 0, unless something has failed before."""
+        if not self._is_first or self.failure is not None:
+            return
+        try:
+            call()
+        except (OSError, SafetensorError) as error:
+            self.failure = str(error)
+            for part in self._folder.glob("part-*.safetensors"):
+                part.unlink()
+
+    def begin(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, tensors: dict[str, torch.Tensor]) -> None:
+        """One more file, under a name that nobody reads yet."""
+        save_file(tensors, self._part(len(self._files)), metadata={"format": "pt"})
+        self._files.append({key: tensor.nbytes for key, tensor in tensors.items()})
+
+    def finish(self, model: torch.nn.Module) -> None:
+        """Gives the files their names, and takes away those of an earlier save that a reader would prefer."""
+        count = len(self._files)
+        names = [SINGLE] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+        for number, name in enumerate(names):
+            self._part(number).replace(self._folder / name)
+        index = self._folder / INDEX
+        if count == 1:
+            index.unlink(missing_ok=True)
+        else:
+            total = sum(sum(sizes.values()) for sizes in self._files)
+            weight_map = {key: name for name, sizes in zip(names, self._files, strict=True) for key in sizes}
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+            index.write_text(text, encoding="utf-8")
+        for path in self._folder.iterdir():
+            if _OURS.fullmatch(path.name) and path.name not in names:
+                path.unlink()
+        _save_configuration(model, self._folder)
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number}.safetensors"
+
+
+def _save_configuration(model: torch.nn.Module, folder: Path) -> None:
+    """What `from_pretrained` needs beside the weights, of a Transformers model."""
+    if not hasattr(getattr(model, "config", None), "save_pretrained"):
+        return
+    config: Any = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = next(parameter.dtype for parameter in model.parameters())  # read as written, not as it was computed
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)  # type: ignore[union-attr]
 
 
 def _batches(applied: Applied, max_file_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -160,16 +237,3 @@ def _batches(applied: Applied, max_file_bytes: int) -> Iterator[dict[str, torch.
         if raw in saved:
             batch[raw] = buffer.detach().contiguous().cpu()
     yield batch
-
-
-def _name_files(target: Path, files: list[list[str]], sizes: Mapping[str, int]) -> None:
-    if len(files) == 1:
-        (target / "part-0.safetensors").replace(target / SINGLE)
-        return
-    weight_map = {}
-    for number, keys in enumerate(files):
-        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        (target / f"part-{number}.safetensors").replace(target / name)
-        weight_map.update(dict.fromkeys(keys, name))
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-    (target / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")

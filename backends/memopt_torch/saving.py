@@ -132,11 +132,11 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def _staged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _staged(tensors: dict[str, Any]) -> dict[str, Any]:
     """Copies that training does not write to, in host memory; tied tensors once. DTensors (fsdp2 engine) stay on their
     device: their mesh names it."""
     copies: dict[tuple, torch.Tensor] = {}
-    return {key: _copied(tensor, copies) for key, tensor in tensors.items()}
+    return {key: _copied(value, copies) if isinstance(value, torch.Tensor) else value for key, value in tensors.items()}
 
 
 def _copied(tensor: torch.Tensor, copies: dict[tuple, torch.Tensor]) -> torch.Tensor:
@@ -172,7 +172,7 @@ def write(contents: Contents, target: Path, group: dist.ProcessGroup | None = No
             shutil.rmtree(partial, ignore_errors=True)
         raise MemoptError.of(
             "checkpoint-write-failed",
-            f"could not write `{target}`: {_cause(error)}",
+            f"could not write `{target}`: {cause_of(error)}",
             path=str(target),
             hint="nothing was replaced: an earlier checkpoint there is as it was. Free space or choose another folder",
         ) from error
@@ -212,10 +212,10 @@ def _is_ours(folder: Path) -> bool:
     )
 
 
-def _cause(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
-    return str(error)
+        return "; ".join(f"rank {rank}: {cause_of(failure[0])}" for rank, failure in error.failures.items())
+    return str(error) or type(error).__name__
 
 
 def _clear(partial: Path) -> None:
