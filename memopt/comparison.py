@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping
@@ -97,7 +98,8 @@ def compare(
 
     The plain run, in which nothing of memopt touches the model, comes first on each backend; on torch it is DDP.
     Weights and batches are made once, in numpy. Both files are rewritten after every row, so that an interrupted
-    comparison leaves what it has; `KeyboardInterrupt` ends the workers and gives the finished rows back.
+    comparison leaves what it has; `KeyboardInterrupt` ends the workers and gives the finished rows back. What a row
+    that crashed had printed is kept in `logs/`.
 
     Args:
         run: RUN.yaml, or a mapping of its keys.
@@ -113,7 +115,8 @@ def compare(
     config = load_run(run, steps=steps, plan=plan)
     policies = _policies(config)
     with tempfile.TemporaryDirectory(prefix="memopt-compare-") as scratch:
-        session = _Session.prepare(config, Path(scratch), progress)
+        logs = None if out is None else Path(out) / "logs"
+        session = _Session.prepare(config, Path(scratch), progress, logs)
         comparison = Comparison(rows=(), environment=session.environment, complete=False)
         entries: list[Entry] = []
         try:
@@ -193,9 +196,10 @@ class _Session:
     environment: Mapping[str, Any]
     warmup_steps: int
     progress: Progress | None
+    logs: Path | None
 
     @classmethod
-    def prepare(cls, config: RunConfig, scratch: Path, progress: Progress | None) -> _Session:
+    def prepare(cls, config: RunConfig, scratch: Path, progress: Progress | None, logs: Path | None) -> _Session:
         """Cuts the batches and gathers the facts."""
         warmup = min(WARMUP_STEPS, config.steps - 1)
         workload = _described_workload(config)
@@ -203,10 +207,9 @@ class _Session:
         if isinstance(workload, WorkloadConfig | HfWorkload):
             _check_vocabulary(workload)
             files = text_files(config.data.text) if config.data.text else default_text()
-            array = byte_batches(
-                files, batch=workload.batch, sequence=workload.sequence, steps=config.steps, seed=config.seed
-            )
-            batches, tokens = scratch / "batches.npy", workload.batch * workload.sequence
+            batch = _batch_of(workload, config)
+            array = byte_batches(files, batch=batch, sequence=workload.sequence, steps=config.steps, seed=config.seed)
+            batches, tokens = scratch / "batches.npy", batch * workload.sequence
             np.save(batches, array)
             text = {
                 "num_files": len(files),
@@ -214,7 +217,7 @@ class _Session:
                 "source": list(config.data.text) or "the Python standard library's sources",
             }
         facts = environment_facts(config, workload, warmup_steps=warmup, text=text)
-        return cls(config, scratch, batches, tokens, facts, warmup, progress)
+        return cls(config, scratch, batches, tokens, facts, warmup, progress, logs)
 
     def run(self, backend: str, name: str, policy: _NamedPolicy) -> Entry:
         """One row, from start to end."""
@@ -270,7 +273,19 @@ class _Session:
             reason = "; ".join(problem.render() for problem in error.problems)
             return Outcome(problems=error.problems, reason=reason)
         log = self.scratch / f"{job.backend}-{name}.log"
-        return run_job(job, launch, log=log, stall_s=self.config.stall_s, on_event=self._forward)
+        return self._logged(run_job(job, launch, log=log, stall_s=self.config.stall_s, on_event=self._forward), log)
+
+    def _logged(self, outcome: Outcome, log: Path) -> Outcome:
+        """A crash's whole output is kept beside the results, and the reason says where."""
+        if self.logs is None:
+            return outcome
+        kept = self.logs / log.name
+        if not outcome.is_crash:
+            kept.unlink(missing_ok=True)  # of an earlier comparison
+            return outcome
+        self.logs.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(log, kept)
+        return replace(outcome, reason=f"{outcome.reason}; all it printed: {kept}")
 
     def _forward(self, event: Mapping[str, Any]) -> None:
         if self.progress is not None:
@@ -282,6 +297,13 @@ def _described_workload(config: RunConfig) -> WorkloadConfig | Workload | HfWork
     if config.workload.endswith((".yaml", ".yml")) or config.workload.startswith("hf:"):
         return load_workload(config.workload)
     return Workload(config.workload.rpartition(":")[2], _unloaded, _unloaded, {}, None, ref=config.workload)
+
+
+def _batch_of(workload: WorkloadConfig | HfWorkload, config: RunConfig) -> int:
+    """Sequences of a step over all ranks."""
+    if isinstance(workload, WorkloadConfig):
+        return workload.batch
+    return workload.batch_per_rank * config.world.get("torch", 1)  # no other backend builds a Transformers model
 
 
 def _unloaded(*_: Any) -> Any:

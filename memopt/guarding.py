@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+Place = tuple[str, int | None]
+CRASHED = "workload-crashed"
 _OURS = frozenset({"memopt", "memopt_jax", "memopt_torch"})
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 def guarded(what: str, call: Callable[[], Result], *, code: str = "plan-crashed") -> Result:
@@ -35,16 +39,24 @@ def guarded(what: str, call: Callable[[], Result], *, code: str = "plan-crashed"
     except Exception as error:  # a user's model, a framework or a compiler may raise anything; the cause is kept
         if _is_missing_framework(error):  # the command line names what to install
             raise
-        frame = _frame_of(error)
-        raise MemoptError(
-            Problem(
-                code,
-                f"{what} raised {type(error).__name__}: {str(error).strip() or 'without a message'}",
-                hint="the place is the innermost line outside the frameworks; `memopt doctor` prints the versions",
-                file=frame.filename if frame else None,
-                line=frame.lineno if frame else None,
-            )
-        ) from error
+        hint = "the place is the innermost line outside the frameworks; `memopt doctor` prints the versions"
+        raise MemoptError(raised(f"{what} raised ", error, code=code, hint=hint, or_ours=True)) from error
+
+
+def raised(what: str, error: Exception, *, code: str, hint: str | None = None, or_ours: bool = False) -> Problem:
+    """An exception of code that is not ours as a problem: `WHATTypeError: words`, at the innermost line of that code.
+
+    Args:
+        what: How the message begins, up to the exception's type.
+        error: Was raised and caught, with its traceback.
+        code: Of the problem.
+        hint: The next step.
+        or_ours: Where no line is the user's, name the innermost of ours.
+    """
+    users, ours = _places_of(error)
+    file, line = users or (ours if or_ours else None) or (None, None)
+    words = str(error).strip() or "without a message"
+    return Problem(code, f"{what}{type(error).__name__}: {words}", hint=hint, file=file, line=line)
 
 
 def inspected(backend: Backend, workload: Any) -> ModelSpec:
@@ -54,7 +66,7 @@ def inspected(backend: Backend, workload: Any) -> ModelSpec:
         MemoptError: The backend's own, or `workload-crashed` for what the workload's code raised.
     """
     what = f"inspecting the model of `{getattr(workload, 'name', workload)}`"
-    return guarded(what, lambda: backend.inspect_workload(workload), code="workload-crashed")
+    return guarded(what, lambda: backend.inspect_workload(workload), code=CRASHED)
 
 
 def _is_missing_framework(error: Exception) -> bool:
@@ -62,14 +74,17 @@ def _is_missing_framework(error: Exception) -> bool:
     return any(missing in packages for packages in FRAMEWORKS.values())
 
 
-def _frame_of(error: Exception) -> traceback.FrameSummary | None:
-    """The innermost frame outside the frameworks: the user's line where there is one, else ours."""
-    outside, own = None, None
+def _places_of(error: Exception) -> tuple[Place | None, Place | None]:
+    """The innermost line of the user's code, and of ours; for text that is no Python, where it is wrong."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return (error.filename, error.lineno), None
+    users, ours = None, None
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if "site-packages" in file or file.startswith("<"):
+        if "site-packages" in file or file.startswith(("<", _STANDARD_LIBRARY)):
             continue
-        own = traceback.FrameSummary(file, line, frame.f_code.co_name, lookup_line=False)
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _OURS:
-            outside = own
-    return outside or own
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OURS:
+            ours = file, line
+        else:
+            users = file, line
+    return users, ours

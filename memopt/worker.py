@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from typing import Any
 
 from .backend import load_backend
 from .comparing.jobs import Job
 from .errors import MemoptError
+from .guarding import CRASHED, guarded
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0 with a result, 1 when the job was refused; anything else is a crash and stays one."""
+    """Exit code 0 with a result, 1 when the job was refused or its code raised; the traceback goes to stderr."""
     (path,) = arguments
     job = Job.read(path)
 
@@ -26,10 +28,11 @@ def main(arguments: list[str]) -> int:
             file.write(json.dumps(event) + "\n")
 
     try:
-        load_backend(job.backend).train(job, emit=emit)
+        what = f"training `{job.workload}`"
+        guarded(what, lambda: load_backend(job.backend).train(job, emit=emit), code=CRASHED)
     except MemoptError as error:
         emit({"event": "problems", "problems": [problem.to_json() for problem in error.problems]})
-        print(error, file=sys.stderr)
+        traceback.print_exception(error.__cause__ or error)
         return 1
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from memopt.policy import Policy
 from memopt.workloads import HfWorkload, Workload, WorkloadConfig
 from memopt.workloads.example import example_tokens, example_values
 
-from .workloads import build
+from .workloads import build, built_model
 
 
 def check_workload(
@@ -35,14 +35,10 @@ def check_workload(
         built, batch = workload, _values(workload.batch, seed)
         inputs = tuple(batch.values())
     else:
-        built = build(workload, seed=seed)
-        tokens = jnp.asarray(example_tokens(workload, seed=seed))
+        built = build(workload, seed=seed)  # refuses a Transformers model
+        tokens = jnp.asarray(example_tokens(cast(WorkloadConfig, workload), seed=seed))
         batch, inputs = {"tokens": tokens}, (tokens[:, :-1], tokens[:, 1:])
-    model = built.model()
-    if not isinstance(model, nnx.Module):
-        raise MemoptError.of(
-            "workload-other-backend", f"`{built.name}` builds a {type(model).__qualname__}, not a flax nnx module"
-        )
+    model = built_model(built)
     applied = apply_policy(model, policy, example_inputs=inputs)
     applied.optimizer(built.optimizer)
 

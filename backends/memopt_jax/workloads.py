@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from flax import linen, nnx
 
 from memopt.errors import MemoptError
 from memopt.workloads import HfWorkload, OptimizerConfig, Workload, WorkloadConfig
@@ -40,6 +40,30 @@ def build(config: WorkloadConfig | HfWorkload, *, seed: int | None = None) -> Wo
         loss=next_token_loss,
         batch={"tokens": jax.ShapeDtypeStruct((config.batch, config.sequence + 1), jnp.int32)},
         optimizer=optimizer(config.optimizer),
+    )
+
+
+def built_model(workload: Workload) -> nnx.Module:
+    """The workload's model; under `nnx.eval_shape` with shapes for weights.
+
+    Raises:
+        MemoptError: `workload-other-backend` for another framework's module, `workload-model-kind` for one of JAX's
+            that is no nnx module.
+    """
+    model = workload.model()
+    if isinstance(model, nnx.Module):
+        return model
+    kind = f"a {type(model).__module__}.{type(model).__qualname__}"
+    if isinstance(model, linen.Module):
+        raise MemoptError.of(
+            "workload-model-kind",
+            f"the model of workload `{workload.name}` is {kind}; workloads on JAX take a flax.nnx module",
+            hint="let the workload's `model` build an nnx module",
+        )
+    raise MemoptError.of(
+        "workload-other-backend",
+        f"`{workload.name}` builds {kind}, not a flax nnx module",
+        hint="let the workload's `model` build an nnx module, or name the backend that the model is of",
     )
 
 

@@ -110,13 +110,13 @@ class TorchBackend:
 
         from .inventory import inspect
         from .shapes import shapes_of, with_shapes
-        from .workloads import build
+        from .workloads import build, built_model
 
         is_described = not hasattr(workload, "loss")
         if is_described:
             workload = build(workload)
         with torch.device("meta"):
-            spec = inspect(workload.model())
+            spec = inspect(built_model(workload))
         spec = with_shapes(spec, shapes_of(workload.model, workload.loss, workload.batch))
         return replace(spec, batch="global" if is_described else "per_device")
 

@@ -20,7 +20,7 @@ from memopt.workloads import HfWorkload, Workload, WorkloadConfig, load_workload
 from .baselines import baseline
 from .interpreter_exit import rest, uses_gloo
 from .measure import StepMeter, StepResult
-from .workloads import build
+from .workloads import build, built_model
 
 MEASURED_STEP = 1  # the second: the optimizer's state exists, and with it the peak
 
@@ -99,12 +99,7 @@ def _workload_and_model(job: Any, device: torch.device) -> tuple[Workload, torch
         workload = build(workload, world_size=job.world_size)
     elif isinstance(workload, WorkloadConfig):
         workload = build(workload, seed=job.seed, world_size=job.world_size)
-    model = workload.model()
-    if not isinstance(model, torch.nn.Module):
-        raise MemoptError.of(
-            "workload-other-backend", f"`{workload.name}` builds a {type(model).__qualname__}, not a torch module"
-        )
-    return workload, model.to(device)
+    return workload, built_model(workload).to(device)
 
 
 def _plain(job: Any, model: torch.nn.Module, workload: Workload) -> _Training:

@@ -26,7 +26,8 @@ def build(config: WorkloadConfig | HfWorkload, *, seed: int | None = None, world
         config: A YAML workload, or a local Transformers model.
         seed: With a seed, `.model()` holds `initial_weights`; without, the model's own initialisation (the meta device
             and fake tensors are honoured: no byte of weights). A `HfWorkload` takes none.
-        world_size: Ranks that share the batch; the example batch is one rank's part.
+        world_size: Ranks that share a YAML workload's batch; the example batch is one rank's part. A Transformers
+            model's is as large on each rank, whatever their number.
 
     Raises:
         MemoptError: `workload-batch-not-divisible`, `workload-unknown-model-type`, `workload-no-seed`.
@@ -51,6 +52,22 @@ def build(config: WorkloadConfig | HfWorkload, *, seed: int | None = None, world
         loss=next_token_loss,
         batch=batch,
         optimizer=optimizer_factory(config.optimizer),
+    )
+
+
+def built_model(workload: Workload) -> torch.nn.Module:
+    """The workload's model.
+
+    Raises:
+        MemoptError: `workload-other-backend` for what is no torch module.
+    """
+    model = workload.model()
+    if isinstance(model, torch.nn.Module):
+        return model
+    raise MemoptError.of(
+        "workload-other-backend",
+        f"`{workload.name}` builds a {type(model).__module__}.{type(model).__qualname__}, not a torch module",
+        hint="let the workload's `model` build a torch.nn.Module, or name the backend that the model is of",
     )
 
 
@@ -176,6 +193,8 @@ def transformers_config(config: WorkloadConfig) -> PreTrainedConfig:
 
 
 def _batch_per_rank(config: WorkloadConfig | HfWorkload, world_size: int) -> dict[str, torch.Tensor]:
+    if isinstance(config, HfWorkload):
+        return {"tokens": _tokens(config.batch_per_rank, config.sequence)}
     if config.batch % world_size:
         raise MemoptError.of(
             "workload-batch-not-divisible",
@@ -183,5 +202,8 @@ def _batch_per_rank(config: WorkloadConfig | HfWorkload, world_size: int) -> dic
             hint=f"use a batch that is a multiple of {world_size}, or another world size",
             path="batch",
         )
-    shape = (config.batch // world_size, config.sequence + 1)
-    return {"tokens": torch.empty(shape, dtype=torch.int64, device="meta")}
+    return {"tokens": _tokens(config.batch // world_size, config.sequence)}
+
+
+def _tokens(batch: int, sequence: int) -> torch.Tensor:
+    return torch.empty((batch, sequence + 1), dtype=torch.int64, device="meta")

@@ -40,7 +40,7 @@ def environment_facts(
             "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
         },
-        "workload": _described(workload),
+        "workload": _described(workload, run),
         "dtype": "float32 unless a policy's precision says otherwise",
         "world": {name: run.world.get(name, 1) for name in run.backends},
         "num_steps": run.steps,
@@ -60,14 +60,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _described(workload: WorkloadConfig | Workload | HfWorkload) -> dict[str, Any]:
+def _described(workload: WorkloadConfig | Workload | HfWorkload, run: RunConfig) -> dict[str, Any]:
     if isinstance(workload, WorkloadConfig):
         return workload.model_dump(mode="json", exclude_none=True)
     if isinstance(workload, HfWorkload):
         return {
             "name": workload.name,
             "family": workload.model_type,
-            "batch": workload.batch,
+            "batch": workload.batch_per_rank * run.world.get("torch", 1),
             "sequence": workload.sequence,
         }
     return {"name": workload.name, "reference": workload.ref}

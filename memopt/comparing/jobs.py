@@ -14,9 +14,10 @@ from typing import Any
 
 from ..backend import Launch
 from ..errors import Problem
+from ..guarding import CRASHED
 
 POLL_S = 0.1
-_LOG_LINES = 12  # of a crashed worker's last words
+_SHOWN = 300  # characters of a message that may be a compiler's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +68,14 @@ class Outcome:
         result: The worker's figures (see `memopt.worker`); None when it did not get to the end.
         problems: What it was refused for, as data.
         reason: Why there is no result, in words; None with a result.
+        is_crash: Its processes' output says more than the reason: they crashed, died or went silent.
     """
 
     losses: tuple[float, ...] = ()
     result: Mapping[str, Any] | None = None
     problems: tuple[Problem, ...] = ()
     reason: str | None = None
+    is_crash: bool = False
 
 
 @dataclass(slots=True)
@@ -114,7 +117,7 @@ def run_job(
                 if ended:
                     break
                 if time.monotonic() - alive_s > stall_s:
-                    return Outcome(losses=tuple(seen.losses), reason=_stalled(stall_s, seen, log))
+                    return Outcome(losses=tuple(seen.losses), reason=_stalled(stall_s, seen, log), is_crash=True)
                 time.sleep(POLL_S)
         finally:
             end(process)
@@ -164,20 +167,29 @@ def _take(event: Mapping[str, Any], seen: _Seen) -> None:
 
 
 def _outcome(seen: _Seen, exit_code: int, log: Path) -> Outcome:
+    losses = tuple(seen.losses)
     if seen.problems:
-        reason = "; ".join(problem.render() for problem in seen.problems)
-        return Outcome(losses=tuple(seen.losses), problems=tuple(seen.problems), reason=reason)
+        is_crash = any(problem.code == CRASHED for problem in seen.problems)
+        reason = "; ".join((_in_one_line if is_crash else Problem.render)(problem) for problem in seen.problems)
+        return Outcome(losses=losses, problems=tuple(seen.problems), reason=reason, is_crash=is_crash)
     if seen.result is None or exit_code != 0:
-        reason = f"the worker ended with exit code {exit_code} after {len(seen.losses)} steps; {last_words(log)}"
-        return Outcome(losses=tuple(seen.losses), reason=reason)
+        reason = f"the worker ended with exit code {exit_code} after {len(seen.losses)} steps; {last_line(log)}"
+        return Outcome(losses=losses, reason=reason, is_crash=True)
     return Outcome(losses=tuple(seen.result["losses"]), result=seen.result)
 
 
+def _in_one_line(problem: Problem) -> str:
+    """`FILE:LINE: what was raised`."""
+    message = " ".join(problem.message.split())
+    shown = message if len(message) <= _SHOWN else message[: _SHOWN - 3] + "..."
+    return f"{problem.file}:{problem.line}: {shown}" if problem.file else shown
+
+
 def _stalled(stall_s: float, seen: _Seen, log: Path) -> str:
-    return f"no sign of life for {stall_s:g} s after {len(seen.losses)} steps; ended. {last_words(log)}"
+    return f"no sign of life for {stall_s:g} s after {len(seen.losses)} steps; ended. {last_line(log)}"
 
 
-def last_words(log: Path) -> str:
-    """The end of a worker's output; the whole of it goes with the scratch folder."""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return "its last words:\n" + "\n".join(lines[-_LOG_LINES:])
+def last_line(log: Path) -> str:
+    """The end of a worker's output in words."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return f"its last line: {lines[-1][:_SHOWN]}" if lines else "it printed nothing"

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from .config import WorkloadConfig
-from .workload import HfWorkload
 
 
-def example_tokens(workload: WorkloadConfig | HfWorkload, *, seed: int) -> np.ndarray:
+def example_tokens(workload: WorkloadConfig, *, seed: int) -> np.ndarray:
     """Random token ids `[batch, sequence + 1]` int32, the same for the same seed on every backend."""
     shape = (workload.batch, workload.sequence + 1)
     return np.random.default_rng(seed).integers(0, workload.vocab, shape, dtype=np.int32)

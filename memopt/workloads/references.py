@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MemoptError, Problem, did_you_mean
+from ..guarding import raised
 from ..loading import load_document
 from .config import WorkloadConfig
 from .workload import HfWorkload, Workload
@@ -82,7 +83,7 @@ def _from_transformers(path: Path) -> HfWorkload:
     limits = [config[key] for key in _HF_POSITIONS if isinstance(config.get(key), int)]
     sequence = min([_HF_SEQUENCE, *limits])
     return HfWorkload(
-        name=file.parent.name, path=str(file), model_type=model_type, batch=1, sequence=sequence, vocab=vocab
+        name=file.parent.name, path=str(file), model_type=model_type, batch_per_rank=1, sequence=sequence, vocab=vocab
     )
 
 
@@ -121,7 +122,7 @@ def _importing(what: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:  # the user's module may raise anything; the cause is kept
-        raise _failure("workload-import-failed", f"importing `{what}` failed", error) from error
+        raise MemoptError(raised(f"importing `{what}` failed: ", error, code="workload-import-failed")) from error
 
 
 def _called(module: Any, function: str, reference: str) -> Workload:
@@ -138,7 +139,7 @@ def _called(module: Any, function: str, reference: str) -> Workload:
     except MemoptError:
         raise
     except Exception as error:  # the user's function may raise anything; the cause is kept
-        raise _failure("workload-import-failed", f"`{reference}` raised", error) from error
+        raise MemoptError(raised(f"`{reference}` raised ", error, code="workload-import-failed")) from error
     if not isinstance(workload, Workload):
         raise MemoptError.of(
             "workload-wrong-type",
@@ -146,14 +147,3 @@ def _called(module: Any, function: str, reference: str) -> Workload:
             hint="return memopt.Workload(name, model, loss, batch, optimizer)",
         )
     return workload
-
-
-def _failure(code: str, what: str, error: Exception) -> MemoptError:
-    """One problem with the innermost line of the user's code."""
-    trace, file, line = error.__traceback__, None, None
-    while trace is not None:
-        place = trace.tb_frame.f_code.co_filename
-        if not place.startswith("<") and place not in (__file__, importlib.__file__):  # no places to look at
-            file, line = place, trace.tb_lineno
-        trace = trace.tb_next
-    return MemoptError(Problem(code=code, message=f"{what}: {type(error).__name__}: {error}", file=file, line=line))

@@ -72,13 +72,15 @@ class HfWorkload:
         name: The folder's name.
         path: Absolute path of `config.json`.
         model_type: Transformers' name of the architecture, such as `llama`.
-        batch, sequence: Of the example batch.
+        batch_per_rank: Sequences of one rank's batch: with more ranks the step has more sequences, as nothing in a
+            model's description says how many there are in all.
+        sequence: Tokens of one sequence that are predicted.
         vocab: Token ids are below this.
     """
 
     name: str
     path: str
     model_type: str
-    batch: int
+    batch_per_rank: int
     sequence: int
     vocab: int

@@ -38,7 +38,7 @@ if name == "refused":
 for step, loss in enumerate(losses):
     emit({"event": "step", "step": step, "loss": loss + shift})
     if name == "crash" and step == 1:
-        print("the last words of a crash")
+        print("a step\\nthe last words of a crash")
         sys.exit(7)
     if name == "hang" and step == 1:
         time.sleep(60)
@@ -160,12 +160,48 @@ def test_a_refused_policy_is_a_row_with_the_reason_and_the_rest_still_runs(run):
     assert comparison.row("left", "near").ok
 
 
-def test_a_crashed_worker_is_a_row_with_its_exit_code_and_last_words(run):
-    row = run("none", "crash").row("left", "crash")
+def test_a_dead_worker_is_a_row_with_its_exit_code_and_its_output_beside_the_results(run, tmp_path):
+    out = tmp_path / "out"
+    row = run("none", "crash", out=out).row("left", "crash")
     assert not row.ok
-    assert "exit code 7 after 2 steps" in (row.reason or "")
-    assert "the last words of a crash" in (row.reason or "")
+    assert row.reason == (
+        "the worker ended with exit code 7 after 2 steps; its last line: the last words of a crash; "
+        f"all it printed: {out / 'logs' / 'left-crash.log'}"
+    )
+    assert (out / "logs" / "left-crash.log").read_text().splitlines() == ["a step", "the last words of a crash"]
     assert len(row.losses) == 2
+    assert [file.name for file in (out / "logs").iterdir()] == ["left-crash.log"]
+
+
+def test_what_a_workload_raises_is_one_line_that_names_its_own(tmp_path, monkeypatch):
+    """The worker's own code, in a process of its own; the backend calls the user's function."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("def loss(batch):\n    return batch['no such']\n", encoding="utf-8")
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import sys\nimport memopt.worker\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "class Backend:\n"
+        "    def train(self, job, *, emit):\n"
+        "        import mine\n"
+        "        emit({'event': 'step', 'step': 0, 'loss': 1.0})\n"
+        "        mine.loss({})\n"
+        "Backend.__module__ = 'memopt_left'\n"
+        "memopt.worker.load_backend = lambda name: Backend()\n"
+        "sys.exit(memopt.worker.main(sys.argv[1:]))\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setattr(memopt.comparing.run, "backend_names", lambda: ("left",))
+    monkeypatch.setattr(memopt.comparison, "load_backend", lambda name: FakeBackend(name, worker))
+    (tmp_path / "none.yaml").write_text("version: 1\n")
+    run = {"workload": f"{mine}:loss", "policies": [str(tmp_path / "none.yaml")], "backends": ["left"]}
+    row = memopt.compare(run, out=tmp_path / "out").row("left", "none")
+    log = tmp_path / "out" / "logs" / "left-none.log"
+    assert row.reason == f"{mine}:2: training `{mine}:loss` raised KeyError: 'no such'; all it printed: {log}"
+    assert "Traceback" in log.read_text()
+    log.unlink()
+    assert "all it printed" not in (memopt.compare(run).rows[0].reason or "")
+    assert not log.exists()
 
 
 def test_a_worker_that_goes_silent_is_ended(run):
