@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any, NoReturn
 
 import typer
 
@@ -15,6 +17,9 @@ from ..errors import MemoptError, Problem
 
 COMMANDS = ("validate", "explain", "plan", "tune", "compare", "check", "doctor", "schema", "targets")
 """In the order of the help text; each is a module of this package with a function of its name."""
+
+_ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+"""click's, wherever this version of typer keeps its click."""
 
 _USAGE = frozenset(
     {
@@ -56,14 +61,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; exits 0 when all is fine, 1 with problems, 2 for wrong usage."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     names = [given[0]] if given and given[0] in COMMANDS else COMMANDS
-    try:
-        build_app(names)(args=given, prog_name="memopt")
+    as_json = "--json" in given
+    try:  # with --json wrong usage is a document too, which click would print as text
+        code = build_app(names)(args=given, prog_name="memopt", standalone_mode=not as_json)
+        sys.exit(code if isinstance(code, int) else 0)
+    except _ClickException as error:
+        _end([_usage_problem(error)], as_json=True, code=2)
     except MemoptError as error:
-        report(error.problems, as_json="--json" in given)
-        sys.exit(2 if all(_is_usage(problem) for problem in error.problems) else 1)
+        _end(error.problems, as_json=as_json, code=2 if all(_is_usage(one) for one in error.problems) else 1)
     except ModuleNotFoundError as error:
-        report([_missing_framework(error)], as_json="--json" in given)
-        sys.exit(1)
+        _end([_missing_framework(error)], as_json=as_json, code=1)
+
+
+def _end(problems: Sequence[Problem], *, as_json: bool, code: int) -> NoReturn:
+    try:
+        report(problems, as_json=as_json)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `memopt ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _usage_problem(error: Any) -> Problem:
+    command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "memopt"
+    return Problem("wrong-usage", error.format_message(), hint=f"{command} --help")
 
 
 def report(problems: Sequence[Problem], *, as_json: bool) -> None:

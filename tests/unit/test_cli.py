@@ -78,6 +78,36 @@ def test_wrong_usage_exits_two(capsys, good, arguments) -> None:
     assert err
 
 
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("validat",), "No such command 'validat'"),
+        ((), "--json"),
+        *(((command, "--nonsense"), "nonsense") for command in COMMANDS),
+        (("validate",), "FILE..."),
+        (("explain", "x.yaml"), "--workload"),
+        (("plan", "x.yaml", "--workload", "w.yaml"), "--backend"),
+        (("tune", "--workload", "w.yaml"), "--backend"),
+        (("compare",), "RUN.yaml"),
+        (("check", "x.yaml", "--workload", "w", "--backend", "jax", "--world-size", "0"), "--world-size"),
+        (("validate", "{good}", "--backend", "jx"), "no backend is called `jx`"),
+        (("plan", "{good}", "--workload", "nowhere.yaml", "--backend", "jx", "--target", "gpu:h101"), "h101"),
+    ],
+)
+def test_wrong_usage_is_one_json_document_too(capsys, good, arguments, words) -> None:
+    code, out, _ = run(capsys, *(argument.format(good=good) for argument in arguments), "--json")
+    document = json.loads(out)
+    assert (code, document["ok"]) == (2, False)
+    assert set(document) == {"ok", "problems"}
+    assert words in document["problems"][0]["message"]
+
+
+def test_a_reader_that_stops_reading_is_no_fault(tmp_path, bad) -> None:
+    command = f"{sys.executable} -m memopt validate {bad} nowhere.yaml --json | head -c 1"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("{", "")
+
+
 def test_a_file_that_is_not_there_is_a_problem(capsys, tmp_path) -> None:
     code, out, _ = run(capsys, "validate", str(tmp_path / "none.yaml"), "--json")
     assert (code, json.loads(out)["problems"][0]["code"]) == (1, "file-not-found")
