@@ -21,31 +21,9 @@ from memopt.timeline import Phase as WorkPhase
 
 from .journal import Journal
 from .ledger import Ledger, Peak, Phase, Role
-from .operators import flop_formula, tensors_by_argument
+from .operators import collective_name, flop_formula, tensors_by_argument
 
 _PLAIN_DISPATCH = torch._C._disabled_torch_dispatch_impl
-# c10d's operator names (torch/csrc/distributed/c10d/Ops.cpp) -> what the contract calls them.
-_COLLECTIVES = {
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "broadcast_": "broadcast",
-    "broadcast": "broadcast",
-    "alltoall_base_": "all_to_all",
-    "alltoall_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "send": "send",
-    "recv_": "recv",
-    "barrier": "barrier",
-}
 # Buffers that stand for host memory although the CPU has only one kind: registered by whoever offloads into them.
 _host_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 _running: list[StepMeter] = []
@@ -268,8 +246,8 @@ class StepMeter(TorchDispatchMode):
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):
                     self._see(leaf)
-        name = _COLLECTIVES.get(func._overloadpacket.__name__)
-        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional") and name is not None:
+        name = collective_name(func)
+        if name is not None:
             self._count_collective(name, func, args, out)
             return out
         flops = self._count_flops(func, args, kwargs, out)

@@ -24,6 +24,37 @@ _PICK = frozenset({"embedding", "gather", "index", "index_select", "nll_loss_for
 _NOT_READ = frozenset({"nll_loss_backward"})  # of a large operand, only the shape
 
 
+# c10d's operator names (torch/csrc/distributed/c10d/Ops.cpp) -> what the contract calls them.
+_COLLECTIVES = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "send": "send",
+    "recv_": "recv",
+    "barrier": "barrier",
+}
+
+
+def collective_name(func: Any) -> str | None:
+    """What the contract calls the collective an operator is; None for what moves nothing between ranks."""
+    if func.namespace not in ("c10d", "_c10d_functional", "c10d_functional"):
+        return None
+    return _COLLECTIVES.get(func._overloadpacket.__name__)
+
+
 def flop_formula(func: Any) -> Callable[..., int] | None:
     """How many FLOPs a call of the operator takes, for those that multiply matrices."""
     packet = func._overloadpacket
