@@ -3,6 +3,7 @@ backward pass gathers them there; nothing else changes."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -208,9 +209,9 @@ def test_groups_are_of_neighbours_on_the_sharding_axis(axes: Any, expected: list
         made = []
         new = collectives._new_group
 
-        def noted(ranks: list[list[int]]) -> Any:
+        def noted(ranks: list[list[int]], timeout: timedelta | None) -> Any:
             made.append(np.array(ranks).tolist())
-            return new(ranks)
+            return new(ranks, timeout)
 
         with pytest.MonkeyPatch.context() as monkey:
             monkey.setattr(collectives, "_new_group", noted)
