@@ -16,7 +16,7 @@ from .errors import MemoptError, Problem, all_of
 from .guarding import inspected
 from .loading import DocumentSource, Draft, draft_policy, load_policy, validate_options
 from .policy import Policy
-from .policy_checks import unknown_axes
+from .policy_checks import doubtful_axes
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -88,7 +88,25 @@ def policy_problems(
     return problems_in(file, Setting.prepare(workload=workload, backend=backend, world_size=world_size))
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What is said of a policy file.
+
+    Attributes:
+        problems: In the order of the file.
+        notes: What is right under a condition that only a workload can show; one sentence each.
+    """
+
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...] = ()
+
+
 def problems_in(file: DocumentSource, setting: Setting) -> list[Problem]:
+    """The problems of `verdict_on`."""
+    return list(verdict_on(file, setting).problems)
+
+
+def verdict_on(file: DocumentSource, setting: Setting) -> Verdict:
     """Every problem of a policy file at once: a fault hides no other, but for text that is not YAML at all.
 
     Of a policy with faults in itself, the other rules and settings are judged against the setting all the same, each
@@ -97,16 +115,22 @@ def problems_in(file: DocumentSource, setting: Setting) -> list[Problem]:
     try:
         draft = draft_policy(file)
     except MemoptError as error:
-        return list(error.problems)
+        return Verdict(error.problems)
     if draft.value is None:
-        return list(draft.problems)
+        return Verdict(draft.problems)
+    notes: tuple[str, ...] = ()
     if setting.workload is None:
         found = _without_model(draft.value, setting)
+        notes = () if draft.mended else tuple(doubtful_axes(draft.value, _axes(draft.value))[1])
     else:
         found = _against_workload(draft, draft.value, setting)
     if not draft.problems:
-        return found
-    return _in_order([*draft.problems, *_of_what_was_written(found, draft)])
+        return Verdict(tuple(found), notes)
+    return Verdict(tuple(_in_order([*draft.problems, *_of_what_was_written(found, draft)])), notes)
+
+
+def _axes(policy: Policy) -> tuple[str, ...]:
+    return tuple(policy.mesh or _DEFAULT_MESH)
 
 
 def plan_for(policy: Path, workload: str, backend: str, *, world_size: int | None = None) -> Plan:
@@ -160,7 +184,7 @@ def _in_order(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _without_model(policy: Policy, setting: Setting) -> list[Problem]:
-    problems = unknown_axes(policy, tuple(policy.mesh or _DEFAULT_MESH))
+    problems = doubtful_axes(policy, _axes(policy))[0]
     if setting.world_size is None and not setting.backends:
         return problems
     from .lowering.mesh import lower_mesh

@@ -114,14 +114,42 @@ def unknown_axes(policy: Policy, axes: Collection[str], *, existing: Collection[
         existing: Axes the model is sharded over already.
     """
     return [
-        Problem(
-            "unknown-axis",
-            f"rule `{rule.name}` shards over `{axis}`, which the mesh does not have; its axes are {', '.join(axes)}",
-            hint=did_you_mean(axis, list(axes)) or f"add it: `mesh: {{{axis}: -1}}`",
-            **policy.source.at(("rules", i, "axis")),
-        )
+        _unknown_axis(policy, i, axis, axes)
         for i, rule in enumerate(policy.rules)
         if rule.action == "shard"
         for axis in rule.axes
         if axis not in axes and axis not in existing
     ]
+
+
+def doubtful_axes(policy: Policy, axes: Collection[str]) -> tuple[list[Problem], list[str]]:
+    """The same with no model at hand: problems, and notes.
+
+    A model may be sharded over axes that the policy's mesh does not have, and a rule may add the mesh's axes to those
+    (`axis: {expert: 0, fsdp: auto}`): such a rule is worth a note. One with a misspelt axis, or with none that is
+    known, is a problem.
+    """
+    problems, notes = [], []
+    for i, rule in enumerate(policy.rules):
+        named = list(rule.axes) if rule.action == "shard" else []
+        for axis in named:
+            if axis in axes:
+                continue
+            if did_you_mean(axis, list(axes)) is None and any(other in axes for other in named):
+                notes.append(
+                    f"rule `{rule.name}` shards over `{axis}`, which the mesh does not have: the model must be sharded "
+                    "over it already (judged with --workload)"
+                )
+            else:
+                problems.append(_unknown_axis(policy, i, axis, axes))
+    return problems, notes
+
+
+def _unknown_axis(policy: Policy, i: int, axis: str, axes: Collection[str]) -> Problem:
+    return Problem(
+        "unknown-axis",
+        f"rule `{policy.rules[i].name}` shards over `{axis}`, which the mesh does not have; its axes are "
+        f"{', '.join(axes)}",
+        hint=did_you_mean(axis, list(axes)) or f"add it: `mesh: {{{axis}: -1}}`",
+        **policy.source.at(("rules", i, "axis")),
+    )

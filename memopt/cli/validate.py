@@ -19,7 +19,7 @@ def validate(
     as_json: Annotated[bool, typer.Option("--json", help="`ok` and `problems` as JSON on stdout.")] = False,
 ) -> None:
     """Check policy files: keys, values, and with a workload whether each rule does something."""
-    from ..checking import Setting, problems_in
+    from ..checking import Setting, verdict_on
 
     amiss: tuple[Problem, ...] = ()  # with the arguments: the files are judged without them
     try:
@@ -28,9 +28,11 @@ def validate(
         setting, amiss = Setting(world_size=world_size), error.problems
     problems: list[Problem] = []
     for file in files:
-        found = problems_in(file, setting)
-        problems += [problem for problem in found if problem not in problems]
-        if not found and not amiss and not as_json:
+        verdict = verdict_on(file, setting)
+        problems += [problem for problem in verdict.problems if problem not in problems]
+        for note in verdict.notes:
+            print(f"{file}: note: {note}", file=sys.stderr)
+        if not verdict.problems and not amiss and not as_json:
             print(f"{file}: ok")
     if amiss:
         raise MemoptError([*amiss, *problems])

@@ -142,6 +142,19 @@ def test_an_axis_that_the_mesh_lacks_is_told_without_a_model(capsys, tmp_path, m
     assert (code, found) == ((1, [("unknown-axis", 4, "rules.0.axis")]) if told else (0, []))
 
 
+def test_an_axis_beside_one_of_the_mesh_may_be_the_models_own(capsys, tmp_path) -> None:
+    file = tmp_path / "moe.yaml"
+    rule = "{name: moe, action: shard, match: {role: param}, axis: {AXIS: 0, fsdp: auto}}"
+    file.write_text(f"version: 1\nmesh: {{replicate: 2, fsdp: -1}}\nrules: [{rule.replace('AXIS', 'expert')}]\n")
+    code, out, err = run(capsys, "validate", str(file))
+    assert (code, out) == (0, f"{file}: ok\n")
+    assert err.startswith(
+        f"{file}: note: rule `moe` shards over `expert`, which the mesh does not have: the model must"
+    )
+    file.write_text(f"version: 1\nmesh: {{replicate: 2, fsdp: -1}}\nrules: [{rule.replace('AXIS', 'replicat')}]\n")
+    assert run(capsys, "validate", str(file))[0] == 1
+
+
 def test_what_is_wrong_with_a_file_hides_nothing_of_the_others_or_of_the_arguments(capsys, good, bad, tmp_path) -> None:
     tabs = tmp_path / "tabs.yaml"
     tabs.write_text("version: 1\n\trules: []\n")
@@ -239,7 +252,7 @@ def test_a_framework_that_turns_out_to_be_missing_is_one_line_too(capsys, good, 
     def missing(*arguments, **keywords):
         raise ModuleNotFoundError("No module named 'flax'", name="flax.nnx")
 
-    monkeypatch.setattr("memopt.checking.problems_in", missing)
+    monkeypatch.setattr("memopt.checking.verdict_on", missing)
     code, _, err = run(capsys, "validate", good)
     assert (code, err) == (1, "[extra-missing] flax.nnx not installed\n  next: pip install 'memopt[jax]'\n")
 
