@@ -17,6 +17,7 @@ from .targets import Target
 from .verdicts import Capacity, Verdict, advice
 from .workloads import HfWorkload, Workload, WorkloadConfig
 
+_FAST_DTYPES = ("bfloat16", "float16")
 AnyWorkload = WorkloadConfig | Workload | HfWorkload
 
 
@@ -122,7 +123,7 @@ class PlanResult:
     @property
     def left_out(self) -> tuple[str, ...]:
         """What no figure here covers."""
-        return (*self.measured.left_out, *_left_out_of_target(self.setting.target, self.time, self.measured))
+        return (*self.measured.left_out, *_left_out_of_target(self.setting.target, self.time, self.measured, self.plan))
 
     @property
     def planned(self) -> PlannedBytes:
@@ -212,7 +213,7 @@ def _fraction(measured: Measured) -> float | None:
     return measured.recompute_flops / measured.step_flops
 
 
-def _left_out_of_target(target: Target, step: StepTime, measured: Measured) -> tuple[str, ...]:
+def _left_out_of_target(target: Target, step: StepTime, measured: Measured, plan: Plan) -> tuple[str, ...]:
     """What the target's figures and the step's model do not cover."""
     found = []
     if target.kind != "cpu" and target.host_link_bytes_per_s is None and measured.to_host_bytes:
@@ -221,6 +222,8 @@ def _left_out_of_target(target: Target, step: StepTime, measured: Measured) -> t
         found.append(f"assumed, no source: {', '.join(target.assumed)} of {target.model}")
     if target.kind == "gpu" and target.host_link_bytes_per_s is not None:
         found.append("contention of host links behind one PCIe switch, and of copies with compute for device memory")
+    if target.kind != "cpu" and step.estimate_s is not None and plan.precision.get("compute") not in _FAST_DTYPES:
+        found.append("products in float32, where there are any: they are timed at the bfloat16 rate")
     if step.estimate_s is not None and not step.calibrated:
         found.append("kernel launch gaps and stragglers are inside the interval, not the estimate")
     if target.kind != "cpu":

@@ -75,8 +75,9 @@ def told_where(name: str) -> Iterator[None]:
             "trace-reads-values",
             f"the model reads a tensor's values while it is planned ({_operator(error)}), and planning has none",
             path=_place(error) or name,
-            hint="compute on tensors there (torch.where, masks) or make the value a constant; or run the step for real "
-            "and read its peak from `memopt compare`",
+            hint="give an example input that settles it: a number in the workload's `batch`, not a tensor "
+            "(only shapes are planned); or compute on tensors there (torch.where, masks); or run the step for real and "
+            "read its peak from `memopt compare`",
         ) from error
     except (*NO_FAKE, RuntimeError) as error:
         if not lacks_fake(error):

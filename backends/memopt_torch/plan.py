@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memopt.errors import MemoptError
 from memopt.estimate import LiveTensor, Measured
 from memopt.matching import canonical
 from memopt.plan import Plan
@@ -40,7 +41,16 @@ def estimate(
         spec: The model's inventory.
         target: Where it would run; live tensor bytes do not depend on it, what CUDA's allocator reserves is added.
         progress: Told in a short line what is being traced.
+
+    Raises:
+        MemoptError: `plan-target`, and what tracing refuses.
     """
+    if getattr(target, "kind", None) == "tpu":
+        raise MemoptError.of(
+            "plan-target",
+            f"this backend trains on CPUs and CUDA GPUs, not on `{target.name}`",
+            hint="plan with `--backend jax`, or for a `gpu:` target",
+        )
     if not hasattr(workload, "loss"):
         workload = build(workload, world_size=plan.world_size)
     fit = fit_step(workload, plan, spec, progress=progress or (lambda text: None))

@@ -139,7 +139,24 @@ def test_a_model_that_reads_values_is_told_the_line_and_what_to_do():
     line = int(place.rsplit(":", 1)[1])
     with open(__file__, encoding="utf-8") as source:
         assert "the line the error must name" in source.readlines()[line - 1]
-    assert problem.hint
+    assert "example input" in (problem.hint or "")
+
+
+def test_a_device_the_framework_does_not_run_on_is_refused():
+    """Family: a figure for hardware on which the program could never run."""
+    with pytest.raises(MemoptError) as error:
+        planned({"rules": []}, target="tpu:v5e:2x2", world_size=4)
+    (problem,) = error.value.problems
+    assert problem.code == "plan-target"
+    assert "jax" in (problem.hint or "")
+
+
+def test_a_step_in_float32_says_that_the_rate_is_another_precisions():
+    """Family: an estimate that is silent about what it assumes."""
+    said = "products in float32"
+    assert any(said in sentence for sentence in planned({"rules": []}).left_out)
+    low = {"rules": [], "precision": {"compute": "bfloat16", "master": "float32"}}
+    assert not any(said in sentence for sentence in planned(low).left_out)
 
 
 def test_an_operator_without_a_fake_kernel_is_named():
