@@ -73,10 +73,11 @@ def timeout_of_world() -> timedelta | None:
     """What the user gave `init_process_group`; torch gives new groups its own half hour instead."""
     world = dist.group.WORLD
     assert world is not None  # groups are made of an initialised world
-    return _timeout_of(world)
+    return timeout_of(world)
 
 
-def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """After which its collectives fail; None where its backend does not say."""
     backends = [group._get_backend(device) for device in group._device_types]
     timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
     return next((timeout for timeout in timeouts if timeout is not None), None)
@@ -140,7 +141,7 @@ def stall_watch(model: nn.Module, groups: Groups) -> StallWatch | None:
     """A watch over collectives of GPUs, whose waits raise nothing."""
     if groups.world is None or not any(parameter.is_cuda for parameter in model.parameters()):
         return None
-    timeout = _timeout_of(groups.world)
+    timeout = timeout_of(groups.world)
     if timeout is None:
         return None
     watch = StallWatch(timeout.total_seconds())

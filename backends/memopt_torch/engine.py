@@ -23,15 +23,23 @@ from memopt.errors import MemoptError, MemoptWarning
 
 from .arena import ArenaPlan, plan_arena
 from .assembly import check_requests, materialise, sizes_of, unit_from
-from .collectives import Collectives, Groups, stall_watch
+from .collectives import Collectives, Groups, stall_watch, timeout_of
 from .gathering import Gathering, in_backward_pass
 from .reduction import Reduction
 from .schedule import Schedule
 from .sharded import whole_tensor
 from .traversal import tensors_in
 from .units import Dtypes, Section, Unit, UnitRequest, Use
+from .witness import Witness
 
 log = logging.getLogger("memopt")
+
+
+def _witness(groups: Groups, units: Sequence[Unit]) -> Witness:
+    """Of calls that have to be the same on every rank: those of units that are gathered, or sent in order of them."""
+    if groups.world is None or not any(unit.moves for unit in units):
+        return Witness(None)
+    return Witness(groups.world, timeout=timeout_of(groups.world))
 
 
 class _UnitInput(torch.autograd.Function):
@@ -97,6 +105,7 @@ class Engine(Gathering):
         for unit in self.units:
             unit.keep = unit.keep or unit.name in self.arena_plan.kept
         self.schedule = Schedule(self.units)
+        self.witness = _witness(groups, self.units)
         self.reduction = Reduction(self, accumulate_steps=accumulate_steps, agree_on_unused=agree_on_unused)
         self.paused = False
         self.weights_version = 0
@@ -151,6 +160,7 @@ class Engine(Gathering):
             return
         self.recover()
         self._refuse_unfrozen()
+        self.witness.begin_pass()
         self.schedule.start_forward()
         self.reduction.before_forward()
         for unit in self.units:
@@ -183,6 +193,8 @@ class Engine(Gathering):
         """The whole model has returned."""
         if self.paused or in_backward_pass():
             return
+        if output is not None:  # it has not raised
+            self.witness.end_pass(is_training=torch.is_grad_enabled())
         if not torch.is_grad_enabled():
             for unit in self.units:
                 self.release(unit)
@@ -202,6 +214,8 @@ class Engine(Gathering):
         if not recomputing:
             self.recover()
             self._drop_stale(unit)
+            if unit.moves:
+                self.witness.note_call(unit.name, is_training=torch.is_grad_enabled())
         self.make_ready(unit)
         unit.active += 1
         tracked = not unit.resident and torch.is_grad_enabled() and not (recomputing and unit.live_uses > 0)

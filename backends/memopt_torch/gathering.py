@@ -14,6 +14,7 @@ from .reduction import Reduction
 from .schedule import Schedule
 from .tenants import Arena, Tenant
 from .units import Section, Unit
+from .witness import Witness
 
 
 def in_backward_pass() -> bool:
@@ -29,12 +30,14 @@ class Gathering:
         arena: Where gathered weights lie.
         reduction: Asked to empty gradient slots whose memory is needed.
         schedule: Says whether weights are needed again in this pass.
+        witness: Told of every gather.
     """
 
     collectives: Collectives
     arena: Arena
     reduction: Reduction
     schedule: Schedule
+    witness: Witness
 
     def gather(self, unit: Unit) -> None:
         """Issues what brings a unit's weights; `make_ready` waits for it."""
@@ -42,6 +45,7 @@ class Gathering:
             return
         if any(section.layout == "shard" for section in unit.sections):
             self.reduction.order.note_gather(unit)
+            self.witness.note_gather(unit.name)
         for section in unit.sections:
             if section.in_place:
                 continue

@@ -17,6 +17,7 @@ from .sending import SendOrder
 from .sharded import local_tensor
 from .units import Entry, Section, Unit
 from .unreduced import Unreduced, was_zeroed
+from .witness import called_differently
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -278,8 +279,9 @@ class Reduction:
     def _finalize(self) -> None:
         """Autograd has finished: the rest is reduced, and optimizers find `.grad` in place."""
         sections = self.sections()
+        is_new = self.engine.witness.leaves_training(unit.name for unit in self.order.skipped())
         if self.reduces_now:
-            used = self._agree(sections)
+            used = self._agree(sections, is_new_way=is_new)
             for section in (section for unit in self.order.rest() for section in unit.sections):
                 left_over = not section.sent or (section.arrived and not section.launched)
                 if left_over and any(flag for _, flag in used.get(section, ())):
@@ -295,14 +297,14 @@ class Reduction:
         self.micro_step += 1
         self.engine.schedule.freeze()
 
-    def _agree(self, sections: list[Section]) -> dict[Section, list[tuple[Entry, bool]]]:
+    def _agree(self, sections: list[Section], *, is_new_way: bool) -> dict[Section, list[tuple[Entry, bool]]]:
         """Which parameters any rank used in this backward pass (or in those since the last reduction)."""
         flags = [
             entry.offset in section.used or entry.offset in section.kept or not entry.held.requires_grad
             for section in sections
             for entry in section.entries
         ]
-        asks = self.groups.world is not None and (self.all_used is not True or self.agree_on_unused)
+        asks = self.groups.world is not None and (self.all_used is not True or self.agree_on_unused or is_new_way)
         if asks and flags:
             calls, some_unused = self.order.fingerprint, not all(flags)
             told = [*flags, some_unused, calls, -calls]
@@ -313,9 +315,7 @@ class Reduction:
             *flags, some_unused = [bool(flag) for flag in told[:-2]]
             self.all_used = not some_unused if self.all_used is None else self.all_used
             if not self.order.agree(told[-2] == -told[-1]):
-                raise _called_differently()
-        elif self.groups.world is not None and self.order.skipped():
-            raise _skipped(self.order.skipped()[0])
+                raise called_differently("in the order of their backward passes")
         elif self.groups.world is not None and not all(flags):
             self.engine.warn_once(
                 "unused",
@@ -407,32 +407,6 @@ class Reduction:
     def check_reduced(self) -> None:
         """An optimizer is about to step; see `refuse_unreduced`."""
         refuse_unreduced(self.micro_step, self.accumulate_steps)
-
-
-_ONE_UNIT = (
-    "call and use every unit on every rank, make the modules that ranks choose from one unit "
-    "(`{match: [...], group: true}`), or leave them out of `units`"
-)
-
-
-def _called_differently() -> MemoptError:
-    return MemoptError.of(
-        "units-called-differently",
-        "ranks have called different units, or their backward passes came to different ones: each has gathered weights "
-        "of another's unit",
-        hint=_ONE_UNIT,
-    )
-
-
-def _skipped(unit: Unit) -> MemoptError:
-    return MemoptError.of(
-        "unit-skipped",
-        f"the backward pass did not come to `{unit.name}` on this rank, and it did in earlier steps; if it did on "
-        "another, that rank has gathered weights of another unit",
-        path=unit.name,
-        hint="where all ranks skip the same units in the same steps, set backend_options.torch.unused_parameters: "
-        f"agree; else {_ONE_UNIT}",
-    )
 
 
 def refuse_unreduced(micro_step: int, accumulate_steps: int) -> None:

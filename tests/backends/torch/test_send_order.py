@@ -91,15 +91,84 @@ def test_where_nothing_is_gathered_ranks_may_call_different_units(same_until: in
     assert run_ranks(_largest_difference, 2, [], same_until, False, {}) == [0.0, 0.0]
 
 
-def test_sharded_units_that_ranks_call_differently_are_refused() -> None:
+@pytest.mark.parametrize("rules", ["shard", "mixed"])
+@pytest.mark.parametrize("same_until", [0, 1, 3], ids=["always", "later", "last"])
+def test_sharded_units_that_ranks_call_differently_are_refused(rules: str, same_until: int) -> None:
     """Each rank has gathered its own head's shard and the other head's from its neighbour."""
+    options: dict[str, Any] = {"precision": {"compute": "bfloat16"}} if rules == "mixed" else {}
 
     def job() -> str:
         with pytest.raises(MemoptError) as caught:
-            _largest_difference([SHARD], 0, False, {})
+            _largest_difference(RULES[rules], same_until, False, options)
         return caught.value.problems[0].code
 
     assert run_ranks(job, 2) == ["units-called-differently"] * 2
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_an_evaluation_that_ranks_run_through_different_units_is_refused(is_trained: bool) -> None:
+    def job() -> tuple[list[float], str]:
+        warnings.simplefilter("ignore", MemoptWarning)
+        reference, model = TwoHeads(), TwoHeads()
+        memopt.apply_policy(model, {"version": 1, "units": UNITS, "rules": [SHARD]})
+        both, alike = ("first", "second"), []
+        with torch.no_grad():  # all ranks the same way, whatever way it is
+            for number, heads in enumerate([both, ("first",), ("second",), both]):
+                ours, theirs = (_loss(one, number, heads, heads) for one in (model, reference))
+                alike.append((ours - theirs).item())
+                if is_trained:
+                    with torch.enable_grad():
+                        _loss(model, number, both, both).backward()
+            with pytest.raises(MemoptError) as caught:
+                _loss(model, 5, _own_head(), _own_head())
+        return alike, caught.value.problems[0].code
+
+    assert run_ranks(job, 2) == [([0.0] * 4, "units-called-differently")] * 2
+
+
+def test_a_rank_that_goes_another_way_alone_says_so() -> None:
+    """The others take the way of every step and cannot know: the one that leaves it compares, and nobody comes."""
+
+    def job() -> str:
+        warnings.simplefilter("ignore", MemoptWarning)
+        model = TwoHeads()
+        policy = {"version": 1, "units": UNITS, "rules": [SHARD], "backend_options": {"torch": {"timeout_s": 4.0}}}
+        memopt.apply_policy(model, policy)
+        both = ("first", "second")
+        _loss(model, 0, both, both).backward()
+        heads = both if dist.get_rank() == 0 else ("first",)
+        with pytest.raises(MemoptError) as caught:
+            _loss(model, 1, heads, heads).backward()
+        return caught.value.problems[0].code
+
+    first, second = run_ranks(job, 2)
+    assert first in ("collective-failed", "units-called-differently")
+    assert second == "units-called-differently"
+
+
+def test_new_ways_that_all_ranks_go_are_compared_once_each_and_old_ones_never() -> None:
+    def job() -> tuple[list[int], bool]:
+        warnings.simplefilter("ignore", MemoptWarning)
+        reference, model = TwoHeads(), TwoHeads()
+        run = memopt.apply_policy(model, {"version": 1, "units": UNITS, "rules": [SHARD]})
+        both, asked, is_right = ("first", "second"), [], True
+        for number, heads in enumerate([both, both, ("second",), both, ("first",)]):
+            for one in (model, reference):
+                one.zero_grad()
+                _loss(one, number, heads, heads).backward()
+            asked.append(run.engine.witness._num_asked)
+            expected = dict(reference.named_parameters())
+            for name, parameter in model.named_parameters():
+                grad = expected[name].grad
+                is_right &= (grad is None) == (
+                    parameter.grad is None
+                )  # unused on all: left alone, as in plain training
+                if grad is not None:
+                    dist.all_reduce(grad, op=dist.ReduceOp.AVG)
+                    is_right &= torch.equal(whole_tensor(parameter.grad), grad)
+        return asked, is_right
+
+    assert run_ranks(job, 2) == [([1, 1, 2, 2, 3], True)] * 2
 
 
 def test_memory_that_a_waiting_gradient_takes_is_told_and_given_back() -> None:
@@ -162,7 +231,8 @@ def _trains_or_refuses(heads_of: Any, agreement: str) -> str:
 EVERY = range(5)
 USES: dict[str, tuple[Any, str, str]] = {
     "own head": (lambda number, rank: [rank], "auto", "units-called-differently"),
-    "own head later": (lambda number, rank: [rank] if number else EVERY, "auto", "unit-skipped"),
+    "own head later": (lambda number, rank: [rank] if number else EVERY, "auto", "units-called-differently"),
+    "the same heads in turn": (lambda number, rank: [number] if number else EVERY, "auto", "trained"),
     "own head later, agreeing": (lambda number, rank: [rank] if number else EVERY, "agree", "units-called-differently"),
     "the same heads in turn, agreeing": (lambda number, rank: [number] if number else EVERY, "agree", "trained"),
     "one head all along": (lambda number, rank: [1], "auto", "trained"),
