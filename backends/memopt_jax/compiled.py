@@ -18,6 +18,7 @@ from memopt.plan import Plan
 
 from . import compiler_options, effect, offset_audit, preflight
 from .measure import StepFigures, step_figures
+from .remat import UnitPolicy
 from .sent import sent_to_host, shards_of
 from .shardings import Layouts, place
 from .treatments import Treatments
@@ -264,11 +265,20 @@ def verify_no_user_remat(jaxpr: Any) -> None:
         raise user_remat_problem(sorted(twice)[0])
 
 
+def _decides_values(eqn: Any) -> bool:
+    """Whether an equation is a region that recomputes, keeps or offloads values, which the model's own remat may undo.
+
+    A unit that is only sharded or cast may be recomputed by the model itself.
+    """
+    policy = eqn.params.get("policy")
+    return is_region(eqn) and not (isinstance(policy, UnitPolicy) and policy.is_passive)
+
+
 def _filled_regions(jaxpr: Any) -> set[str]:
     """Units whose body is one checkpoint of the user's: all its matrix products lie in there."""
     found: set[str] = set()
     for eqn in equations(jaxpr):
-        if not is_region(eqn) or eqn.params["differentiated"]:
+        if not _decides_values(eqn) or eqn.params["differentiated"]:
             continue
         inside = [e for nested in inner_jaxprs(eqn) for e in equations(nested)]
         products = sum(e.primitive.name == "dot_general" for e in inside)
@@ -297,7 +307,7 @@ def _enclosed_regions(jaxpr: Any) -> set[str]:
     for eqn in jaxpr.eqns:
         if is_checkpoint(eqn) and not is_region(eqn):
             inside = [
-                e.params["policy"].unit for nested in inner_jaxprs(eqn) for e in equations(nested) if is_region(e)
+                e.params["policy"].unit for nested in inner_jaxprs(eqn) for e in equations(nested) if _decides_values(e)
             ]
             found.update(inside)
         for nested in inner_jaxprs(eqn):

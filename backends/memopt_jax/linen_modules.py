@@ -14,9 +14,12 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from flax.core import lift
+from flax.linen.transforms import lift_transform
 
 from . import naming
-from .remat import Region, Static
+from .inner_checkpoints import respected
+from .remat import Region, Static, UnitPolicy
 from .weights import cast_floating
 
 _OPEN: ContextVar[tuple[str, ...]] = ContextVar("memopt_open_units", default=())
@@ -103,8 +106,34 @@ def _lifted(module: nn.Module, args: Any, kwargs: Any, region: Region, raw: str)
     if region.policy is None:
         outputs = inner_body(module, arrays)
     else:
-        outputs = nn.remat(inner_body, policy=region.policy, prevent_cse=region.prevent_cse)(module, arrays)
+        kept = isinstance(region.policy, UnitPolicy) and region.policy.unnamed == "keep"
+        transform = _checkpoint_respecting_inner if kept else lift.checkpoint
+        region_body = lift_transform(transform, inner_body, policy=region.policy, prevent_cse=region.prevent_cse)
+        outputs = region_body(module, arrays)
     return static_out[-1].join(outputs)
+
+
+def _checkpoint_respecting_inner(
+    fn: Callable[..., Any], *, policy: UnitPolicy, prevent_cse: bool
+) -> Callable[..., Any]:
+    """`flax.core.lift.checkpoint` for a policy that keeps what it does not name: the model's own remats inside hold."""
+
+    def inner(scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any) -> Any:
+        leaves, structure = jax.tree.flatten((variables, rngs, args))
+        structure_out: list[Any] = []
+
+        def body(values: list[Any]) -> list[Any]:
+            variables, rngs, call_args = structure.unflatten(values)
+            scope = scope_fn(variables, rngs)
+            outputs = fn(scope, *call_args)
+            flat, made = jax.tree.flatten((outputs, repack_fn(scope)))
+            structure_out.append(made)
+            return flat
+
+        outputs = jax.checkpoint(respected(body), policy=policy, prevent_cse=prevent_cse)(leaves)
+        return structure_out[-1].unflatten(outputs)
+
+    return lift.pack(inner, (True,), (True,), (True,), name="remat")
 
 
 def _use_weights(variables: Any, region: Region) -> Any:

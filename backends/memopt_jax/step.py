@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from memopt.errors import MemoptError
 from memopt.plan import Plan
 from memopt.spec import ModelSpec
 from memopt.workloads import Workload
