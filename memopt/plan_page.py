@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .tuning.problem import Outcome
 
 _GIB = 2**30
+_FAR = 20  # times the longest bar: a line further off would leave nothing of the bars to see
 _ROW = 40
 
 
@@ -106,7 +107,8 @@ def memory_figure(results: Sequence[PlanResult]) -> Figure:
         figure.add_bar(
             y=hosted, x=host, name="on the host", orientation="h", marker=hatch, hovertemplate="%{y}: %{x:.2f} GiB"
         )
-    for nbytes, text, colour in _limits(results[0]):
+    shown = max(max(result.measured.peak_bytes, result.measured.host_bytes) for result in results)
+    for nbytes, text, colour in _limits(results[0], shown):
         figure.add_vline(x=nbytes / _GIB, line={"color": colour, "width": 1.5, "dash": "dash"}, annotation_text=text)
     figure.update_layout(barmode="stack", xaxis_title="GiB per device", bargap=0.35)
     order = [y for name in names for y in (name, f"{name.rstrip()}, host ")]
@@ -114,13 +116,14 @@ def memory_figure(results: Sequence[PlanResult]) -> Figure:
     return figure
 
 
-def _limits(result: PlanResult) -> list[tuple[int, str, str]]:
+def _limits(result: PlanResult, shown: float) -> list[tuple[int, str, str]]:
+    """Lines to draw; one so far off that the bars (`shown` bytes) would be invisible is left to the verdicts' words."""
     found = []
     if result.capacity.usable_bytes is not None:
         found.append((result.capacity.usable_bytes, "usable", "#61707f"))
     if "device" in result.budget:
         found.append((result.budget["device"], "budget", "#b3261e"))
-    return found
+    return [line for line in found if line[0] <= _FAR * shown]
 
 
 def time_figure(results: Sequence[PlanResult]) -> Figure:

@@ -91,7 +91,7 @@ def explain(problem: Problem, solution: Solution, *, max_cuts: int) -> Explanati
         relaxations=relaxations,
         device_spare_bytes=problem.device_bytes - outcome.peak_bytes,
         host_spare_bytes=problem.host_bytes - outcome.host_bytes,
-        recompute_s=outcome.recompute_s,
+        recompute_s=solution.again_s,
         exposed_s=outcome.exposed_s,
     )
 

@@ -356,10 +356,11 @@ def describe(setting: Setting, wishes: Wishes, solution: Solution) -> tuple[str,
     """The file's first comment: for what it was tuned, and what the model of the step says of it."""
     outcome = solution.outcome
     where = f"{setting.workload.name} on {setting.target.name} with {setting.backend.name}"
-    again, waits = format_seconds(outcome.recompute_s), format_seconds(outcome.exposed_s)
+    again, waits = format_seconds(solution.again_s), format_seconds(outcome.exposed_s)
+    step_s = outcome.step_s - outcome.recompute_s + solution.again_s
     return (
         f"Tuned for {where}: at most {format_bytes(wishes.device_bytes)} a device.",
-        f"By the model of the step: {format_seconds(outcome.step_s)}, of which {again} computes values again and",
+        f"By the model of the step: {format_seconds(step_s)}, of which {again} computes values again and",
         f"{waits} waits for the host link; {format_bytes(outcome.host_bytes)} of activations on the host per device.",
         "Written by `memopt tune`; edit it, and ask `memopt plan` again.",
     )

@@ -41,6 +41,14 @@ class Solution:
     rounds: int
 
     @property
+    def again_s(self) -> float:
+        """Seconds spent making values again. None where all are kept: then no layer is run again at all, and what each
+        rerun costs beside its named values (norms), which the model of the step adds to every layer, does not arise.
+        """
+        is_kept = all(action == "keep" for actions in self.assignment for action in actions)
+        return 0.0 if is_kept else self.outcome.recompute_s
+
+    @property
     def gap(self) -> float:
         """How far from the bound, relative to it."""
         return 0.0 if not self.bound_s else max(0.0, self.outcome.step_s / self.bound_s - 1)

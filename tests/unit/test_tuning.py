@@ -217,6 +217,7 @@ class TestSearch:
         assert "recompute" not in found.text.partition("rules:")[2]
         assert "offload" not in found.text.partition("rules:")[2]
         assert found.result.fits
+        assert "of which 0.00 µs computes values again" in found.text
 
     def test_layers_are_treated_alike_where_cutting_a_stack_costs_bytes(self, sized_backend):
         """A compiler may copy what a cut scan needs; each such answer is over budget, however much is learnt."""
