@@ -22,6 +22,7 @@ from .comparing.run import RunConfig, load_run
 from .data import BYTE_VOCABULARY, byte_batches, default_text, text_files
 from .errors import MemoptError, Problem
 from .loading import load_policy
+from .outputs import require_folder
 from .policy import Policy
 from .workloads import HfWorkload, Workload, WorkloadConfig, load_workload
 
@@ -109,9 +110,11 @@ def compare(
         progress: Is told what happens.
 
     Raises:
-        MemoptError: Everything wrong with the run, its policies and its workload. A policy that a backend refuses, a
-            missing extra and a crash are rows with a reason instead.
+        MemoptError: `bad-output`; everything wrong with the run, its policies and its workload. A policy that a
+            backend refuses, a missing extra and a crash are rows with a reason instead.
     """
+    if out is not None:
+        require_folder(out, option="--out")
     config = load_run(run, steps=steps, plan=plan)
     policies = _policies(config)
     with tempfile.TemporaryDirectory(prefix="memopt-compare-") as scratch:

@@ -6,9 +6,9 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -23,9 +23,11 @@ _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.
 
 _USAGE = frozenset(
     {
+        "bad-output",
         "bad-size",
         "bad-target",
         "bad-world-size",
+        "compare-too-few-steps",
         "target-devices",
         "unknown-backend",
         "unknown-target",
@@ -48,13 +50,23 @@ def build_app(names: Sequence[str]) -> typer.Typer:
     )
 
     @app.callback()
-    def _group() -> None:
-        """Keeps a lone command from becoming the app itself."""
+    def _group(  # its being there keeps a lone command from becoming the app itself
+        version: Annotated[
+            bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_tell_version)
+        ] = False,
+    ) -> None:
+        del version
 
     for name in names:
         if find_spec(f"{__name__}.{name}") is not None:
             app.command(name)(getattr(import_module(f"{__name__}.{name}"), name))
     return app
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"memopt {metadata.version('memopt')}")
+        raise typer.Exit
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from ..loading import load_policy
+from ..outputs import require_folder
 from ..plan_table import make_console, render_result, side_by_side
 from ..planning import PlanResult, Refused, plan_policies, prepare
 from .compiler_options import parse_options
@@ -39,6 +40,8 @@ def plan(
 
     Exit code 0 when all were planned and within the budget, 1 when one was refused or is over it.
     """
+    if out is not None:
+        require_folder(out, option="--out")
     console = Console(stderr=True)
     options = parse_options(compiler_option or ())
     setting = prepare(

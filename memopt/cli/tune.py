@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..loading import load_policy
+from ..outputs import require_file, require_folder
 from ..plan_table import make_console, render_result
 from ..quantities import format_bytes, format_seconds
 from ..tune import Tuned
@@ -48,6 +49,9 @@ def tune(
 
     Exit code 0 with a policy written, 1 when nothing fits: the nearest budget that would is named.
     """
+    require_file(output, option="-o")
+    if out is not None:
+        require_folder(out, option="--out")
     console = Console(stderr=True)
     wishes = Wishes(
         device_bytes=parse_bytes(budget, option="--budget"),

@@ -82,7 +82,11 @@ def load_run(source: str | Path | Mapping[str, Any], *, steps: int | None = None
     problems = [*_unknown_backends(run), *_same_names(run)]
     if steps is not None and steps < MINIMUM_STEPS:
         problems.append(
-            Problem(code="compare-too-few-steps", message=f"{steps} steps; at least {MINIMUM_STEPS}", path="steps")
+            Problem(
+                code="compare-too-few-steps",
+                message=f"{steps} steps; at least {MINIMUM_STEPS}",
+                hint="the optimizer's state exists from the second on, and with it the peak",
+            )
         )
     workload, policies = run.workload, []
     if workload.endswith((".yaml", ".yml")):

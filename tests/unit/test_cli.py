@@ -102,6 +102,36 @@ def test_wrong_usage_is_one_json_document_too(capsys, good, arguments, words) ->
     assert words in document["problems"][0]["message"]
 
 
+@pytest.mark.parametrize(
+    "command, option, place, words",
+    [
+        ("plan {good} --workload w.yaml --backend jax --target cpu", "--out", "{good}", "is a file, not a folder"),
+        ("plan {good} --workload w.yaml --backend jax --target cpu", "--out", "{good}/in", "is a file, not a folder"),
+        ("tune --workload w.yaml --backend jax --target cpu --budget 1GiB", "-o", "{folder}", "is a folder; name"),
+        ("tune --workload w.yaml --backend jax --target cpu --budget 1GiB -o x", "--out", "{good}", "is a file"),
+        ("compare {run}", "--out", "{good}", "is a file, not a folder"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_found_before_the_work(
+    capsys, good, tmp_path, command, option, place, words
+) -> None:
+    folder, run_file = tmp_path / "folder", tmp_path / "run.yaml"
+    folder.mkdir()
+    run_file.write_text("workload: some.module:function\npolicies: [good.yaml]\nbackends: [jax]\n")
+    names = {"good": good, "folder": folder, "run": run_file}
+    arguments = [part.format(**names) for part in (*command.split(), option, place)]
+    code, out, _ = run(capsys, *arguments, "--json")
+    (problem,) = json.loads(out)["problems"]
+    assert (code, problem["code"]) == (2, "bad-output")
+    assert words in problem["message"]
+
+
+def test_the_version_is_told(capsys) -> None:
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
+    assert out.startswith("memopt ")
+
+
 def test_a_reader_that_stops_reading_is_no_fault(tmp_path, bad) -> None:
     command = f"{sys.executable} -m memopt validate {bad} nowhere.yaml --json | head -c 1"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
