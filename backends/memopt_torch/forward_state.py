@@ -6,6 +6,7 @@ forward left them, so that nothing happens twice.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,29 +15,35 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.errors import MemoptError
+
+from .recording import storage_keys, written
+
 _ABSENT = object()
 _LET_GO = object()
 
 
+Place = tuple[nn.Module, str]
+"""A module and the name of one of its buffers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What one recorded forward was seen to change.
+    """What recorded forwards were seen to change.
 
     Attributes:
-        buffers: Module and name of buffers written in place.
-        replaced: The dictionary (a module's attributes or its buffers) and key of what was set anew.
+        buffers: Buffers written in place.
         generators: Generators of the model's own that it draws from.
     """
 
-    buffers: tuple[tuple[nn.Module, str], ...] = ()
-    replaced: tuple[tuple[dict[str, Any], str], ...] = ()
+    buffers: tuple[Place, ...] = ()
     generators: tuple[torch.Generator, ...] = ()
 
     def before(self) -> Before:
         """Their values now, when a forward is about to begin."""
         return Before(
             {place: _copied(place[0]._buffers[place[1]]) for place in self.buffers},
-            [(holder, key, _kept(holder.get(key, _ABSENT))) for holder, key in self.replaced],
+            [],
             {generator: generator.get_state() for generator in self.generators},
         )
 
@@ -60,7 +67,7 @@ class Before:
         generators: States of generators.
     """
 
-    buffers: Mapping[tuple[nn.Module, str], torch.Tensor | None] = field(default_factory=dict)
+    buffers: dict[Place, torch.Tensor | None] = field(default_factory=dict)
     replaced: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     generators: Mapping[torch.Generator, torch.Tensor] = field(default_factory=dict)
 
@@ -98,21 +105,31 @@ def _put(holder: dict[str, Any], key: str, value: Any) -> None:
         holder[key] = value
 
 
+class Attributes:
+    """What the attributes of a module and those below it are, and which buffers they have, before one forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._holders = [
+            (holder, dict(holder)) for inner in module.modules() for holder in (vars(inner), inner._buffers)
+        ]
+
+    def changed(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Dictionary, key and earlier value of what has been set anew since."""
+        return [
+            (holder, key, _kept(before.get(key, _ABSENT)))
+            for holder, before in self._holders
+            if len(holder) != len(before) or not all(map(operator.is_, holder.values(), before.values()))
+            for key in {**before, **holder}
+            if holder.get(key, _ABSENT) is not before.get(key, _ABSENT)
+        ]
+
+
 class Watch:
     """Everything a module's forward could change, as it is before one call that is learnt from."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._holders = [
-            (holder, {key: _kept(value) for key, value in holder.items()})
-            for inner in module.modules()
-            for holder in (vars(inner), inner._buffers)
-        ]
-        self._buffers = {
-            (inner, name): (buffer, buffer._version, _copied(buffer))
-            for inner in module.modules()
-            for name, buffer in inner._buffers.items()
-            if buffer is not None
-        }
+        self._attributes = Attributes(module)
+        self._buffers = {place: (buffer, buffer._version, _copied(buffer)) for place, buffer in _buffers_of(module)}
 
     def changes(
         self, *, written: Iterable[torch.Tensor], generators: Mapping[torch.Generator, torch.Tensor]
@@ -129,14 +146,68 @@ class Watch:
             for place, (buffer, version, copied) in self._buffers.items()
             if id(buffer) in seen or buffer._version != version
         }
-        replaced = [
-            (holder, key, before.get(key, _ABSENT))
-            for holder, before in self._holders
-            for key in {**before, **holder}
-            if holder.get(key, _ABSENT) is not before.get(key, _ABSENT)
+        return Changes(tuple(buffers), tuple(generators)), Before(buffers, self._attributes.changed(), generators)
+
+
+class QuietBuffers:
+    """Buffers that no forward so far has written: one that is about to be is copied first.
+
+    Attributes:
+        found: Those that were written after all.
+    """
+
+    def __init__(self, module: nn.Module, changes: Changes, before: Before) -> None:
+        self.found: list[Place] = []
+        self._before = before
+        self._places = {
+            key: place
+            for place, buffer in _buffers_of(module)
+            if place not in changes.buffers
+            for key in storage_keys(buffer)
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def about_to_run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """An operator is next."""
+        for key in storage_keys(written(func, args, kwargs)) if self._places else ():
+            place = self._places.pop(key, None)
+            if place is not None:
+                self._before.buffers[place] = _copied(place[0]._buffers[place[1]])
+                self.found.append(place)
+
+
+class QuietVersions:
+    """The same where operators are not seen: a write is noticed only when it is too late."""
+
+    def __init__(self, module: nn.Module, changes: Changes) -> None:
+        self._versions = [
+            (place, buffer, buffer._version) for place, buffer in _buffers_of(module) if place not in changes.buffers
         ]
-        found = Changes(tuple(buffers), tuple((holder, key) for holder, key, _ in replaced), tuple(generators))
-        return found, Before(buffers, replaced, generators)
+
+    def refuse_written(self, path: str) -> None:
+        """The forward is over.
+
+        Raises:
+            MemoptError: `recompute-mismatch`.
+        """
+        for (_, name), buffer, version in self._versions:
+            if buffer._version != version:
+                raise MemoptError.of(
+                    "recompute-mismatch",
+                    f"the buffer `{name}` was written in this forward, and not in the one that was learnt from: it "
+                    "cannot be run again from what was there",
+                    path=path,
+                    hint="leave the unit uncompiled, or take it out of the recompute rule",
+                )
+
+
+def _buffers_of(module: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
+    for inner in module.modules():
+        for name, buffer in inner._buffers.items():
+            if buffer is not None:
+                yield (inner, name), buffer
 
 
 def statistics_of(module: nn.Module) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt.errors import MemoptError, MemoptWarning
 
-from .forward_state import Before, Changes, Watch, statistics_of
+from .forward_state import Attributes, Before, Changes, Place, QuietBuffers, QuietVersions, Watch, statistics_of
 from .naming import Naming, name_inputs, refuse_missing, tensor_inputs
 from .offload import Transfers
 from .own_checkpointing import refuse_outer_checkpoint, refuse_own_checkpointing
@@ -62,6 +62,7 @@ class Region:
     before: Callable[[], None] = lambda: None
     _learnt: dict[Any, _Learnt] = field(default_factory=dict)
     _changes: dict[bool, Changes] = field(default_factory=dict)
+    _written: dict[Place, None] = field(default_factory=dict)
     _saved: SavedRegion = field(init=False)
     _original: Callable[..., Any] = field(init=False)
     _had_own_forward: bool = field(init=False)
@@ -120,6 +121,8 @@ class Region:
         learnt = self._learnt.get(key)
         call = Call(self.path, learnt.decision if learnt else None, self.transfers.send)
         before = learnt.changes.before() if learnt else Before()
+        quiet = QuietBuffers(self.module, learnt.changes if learnt else Changes(), before)
+        attributes = Attributes(self.module)
         if learnt is None:
             watch, recording = Watch(self.module), Recording()
             name_inputs(recording, self.path, self.module, args, kwargs)
@@ -130,21 +133,35 @@ class Region:
                 return self._learnt[key].decision
 
             forward = Learning(call, naming, recording, learn)
+        elif quiet or not learnt.decision.is_plain:
+            forward = Holding(call, quiet)
         else:
-            forward = nullcontext() if learnt.decision.is_plain else Holding(call)
+            forward = nullcontext()
         again = _Again(call, self.transfers, before)
         with self.transfers.trip(call), self._inputs_sent(args, kwargs, call):
             out = _checkpointed(original, args, kwargs, contexts=(forward, again))
+        before.replaced = attributes.changed()
+        if learnt is not None and quiet.found:
+            self._written.update(dict.fromkeys(quiet.found))
+            self._learnt[key] = replace(learnt, changes=self._with_written(learnt.changes))
         if not call.is_followed:
             self._learnt.pop(key, None)
         return out
+
+    def _with_written(self, changes: Changes) -> Changes:
+        """What any forward so far has written counts, though not every one does."""
+        return replace(changes, buffers=tuple({**dict.fromkeys(changes.buffers), **self._written}))
 
     def _whole(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Recompute everything, and learn nothing but what the forward changes."""
         changes = self._changes.get(self.module.training)
         watch, before = (Watch(self.module), Before()) if changes is None else (None, changes.before())
+        attributes, quiet = Attributes(self.module), QuietVersions(self.module, changes or Changes())
         out = _checkpointed(original, args, kwargs, contexts=(nullcontext(), _Around(before, self.around)))
-        if watch is not None:
+        if watch is None:
+            quiet.refuse_written(self.path)
+            before.replaced = attributes.changed()
+        else:
             found, was = watch.changes(written=statistics_of(self.module), generators={})
             before.take(was)
             self._changes[self.module.training] = found
@@ -180,7 +197,7 @@ class Region:
                 warnings.warn(f"{self.path} (and others like it): {text}", MemoptWarning, stacklevel=2)
         changes, was = watch.changes(written=self._overwritten_buffers(recording), generators=recording.generators)
         before.take(was)
-        return _Learnt(decision, changes)
+        return _Learnt(decision, self._with_written(changes))
 
     def _overwritten_buffers(self, recording: Recording) -> list[torch.Tensor]:
         """Buffers the forward updates (running statistics): a recomputation must update a copy."""

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from memopt.errors import MemoptError
 from memopt.plan import Residual
 
+from .forward_state import QuietBuffers
 from .measure import plain_tensors
 from .naming import Naming
 from .recording import Recording, detached, is_ignored, storage_keys, written
@@ -148,14 +149,16 @@ def _form(args: tuple[Any, ...]) -> tuple[Any, ...]:
 class Holding(TorchDispatchMode):
     """The forward of a learnt unit: holds what the decision says, as long as the operators are the ones learnt."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, quiet: QuietBuffers) -> None:
         super().__init__()
         self._call = call
+        self._quiet = quiet
         assert call.decision is not None
         self._decision = call.decision
         self._finals: list[tuple[int, Mapping[int, Residual], tuple[Any, ...], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._quiet.about_to_run(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         if is_ignored(func, args):
             return out
