@@ -137,8 +137,8 @@ class StackPolicy:
             return Recompute
         raise MemoptError.of(
             "scan-not-reached",
-            f"the layers of `{self.unit}` are treated differently, or a single one's values are offloaded: "
-            "its scan has to be cut, but the model was not called through its `__call__`",
+            f"the layers of `{self.unit}` are treated differently, which needs its scan to be cut, "
+            "but the model was not called through its `__call__`",
             hint="call the model object itself in the loss, or give every layer of the stack the same rules",
             path=self.unit,
         )

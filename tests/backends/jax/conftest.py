@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh
 
 from memopt import apply_policy
@@ -88,6 +89,38 @@ class LinenNet(nn.Module):
         return nn.Dense(4, name="head")(x)
 
 
+def function_params() -> dict[str, Any]:
+    """Of `function_loss`: a stack of four layers and a head."""
+    rng = np.random.default_rng(1)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape) / np.sqrt(shape[-2]), jnp.float32)
+
+    def zeros(*shape: int) -> jax.Array:
+        return jnp.zeros(shape, jnp.float32)
+
+    mlp = {
+        "up": {"kernel": normal(LAYERS, WIDTH, HIDDEN), "bias": zeros(LAYERS, HIDDEN)},
+        "down": {"kernel": normal(LAYERS, HIDDEN, WIDTH), "bias": zeros(LAYERS, WIDTH)},
+    }
+    return {"layers": {"norm": jnp.ones((LAYERS, WIDTH)), "mlp": mlp}, "head": normal(WIDTH, 4)}
+
+
+def function_layer(x: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, None]:
+    """The toy block as a scan's body; `up` is called as the modules' is."""
+    h = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * w["norm"]
+    with jax.named_scope("mlp"):
+        up = checkpoint_name(h @ w["mlp"]["up"]["kernel"] + w["mlp"]["up"]["bias"], "up")
+        down = jax.nn.silu(up) @ w["mlp"]["down"]["kernel"] + w["mlp"]["down"]["bias"]
+    return x + down, None
+
+
+def function_loss(params: dict[str, Any], x: jax.Array) -> jax.Array:
+    """A plain function `loss_fn(params, batch)` that scans over its layers."""
+    x, _ = jax.lax.scan(function_layer, x, params["layers"])
+    return jnp.square(x @ params["head"]).mean()
+
+
 @pytest.fixture(scope="session")
 def inputs() -> jax.Array:
     """A batch of four sequences of eight positions."""
@@ -141,8 +174,17 @@ def gradients(
             model = apply_policy(model, policy, params=variables, example_inputs=inputs, mesh=one_device).model
         return _run(lambda variables, x: jnp.square(model.apply(variables, x)).mean(), variables, inputs)
 
+    def of_function(form: str, policy: Any) -> tuple[dict[str, np.ndarray], Any]:
+        if form != "scan":
+            raise ValueError("a plain function's layers can only be scanned")
+        loss, params = function_loss, function_params()
+        if policy is not None:
+            run = apply_policy(loss, policy, params=params, example_inputs=inputs, mesh=one_device)
+            loss, params = run.model, run.place_params(params)
+        return _run(loss, params, inputs)
+
     def gradients_of(kind: str, form: str, policy: Any = None) -> tuple[dict[str, np.ndarray], Any]:
-        run = {"nnx": of_nnx, "linen": of_linen}[kind]
+        run = {"nnx": of_nnx, "linen": of_linen, "function": of_function}[kind]
         if policy is not None:
             return run(form, policy)
         if (kind, form) not in plain:

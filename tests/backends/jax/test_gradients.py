@@ -48,8 +48,10 @@ POLICIES: dict[str, tuple[list[dict[str, Any]], int]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["scan", "loop"])
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+FORMS = [("nnx", "scan"), ("nnx", "loop"), ("linen", "scan"), ("linen", "loop"), ("function", "scan")]
+
+
+@pytest.mark.parametrize("kind, form", FORMS)
 @pytest.mark.parametrize("name", POLICIES)
 def test_gradients_equal_the_plain_models_to_the_bit(
     gradients: Callable[..., Any], kind: str, form: str, name: str
