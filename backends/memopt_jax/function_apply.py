@@ -58,6 +58,7 @@ class FunctionApplied(TreeApplied):
         self.model = self._call
 
     def _call(self, params: Any, *inputs: Any) -> Any:
+        self.note_call()
         if self.treatments.cut and self._reference is None:
             return with_cut_scans(lambda args: self._rewritten(*args), (params, *inputs))
         return self._rewritten(params, *inputs)

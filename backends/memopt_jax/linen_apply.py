@@ -86,6 +86,7 @@ class PolicyModule:
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's `apply`, under the policy."""
         applied = self._applied
+        applied.note_call()
         if applied.is_plain:
             return self._module.apply(variables, *args, **kwargs)
 

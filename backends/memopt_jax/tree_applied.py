@@ -97,6 +97,11 @@ class TreeApplied(AppliedBase):
         self._optimizer: TreeOptimizer | None = None
         self._last: tuple[Any, Any] | None = None
         self._reference: str | None = None
+        self._is_called = False
+
+    def note_call(self) -> None:
+        """The model is being called under the policy, or as a check's reference."""
+        self._is_called = True
 
     def place_params(self, params: Any) -> Any:
         """The parameters where they rest between steps; those that are there already are not touched."""
@@ -163,7 +168,7 @@ class TreeApplied(AppliedBase):
             loss: `loss(params, batch)`; left out: that of the function given to `step`.
 
         Raises:
-            MemoptError: `check-needs-a-step`.
+            MemoptError: `check-needs-a-step`, `check-without-model`.
         """
         state = self._last if state is None else state
         gradients_of = self._gradients_of_step() if loss is None else _gradients_of_loss(loss)
@@ -209,11 +214,21 @@ class TreeApplied(AppliedBase):
             state, batch = jax.tree.map(lambda leaf: jax.device_put(leaf, device), (state, batch))
         else:
             batch = self.place_batch(batch)
-        self._reference = reference
+
+        def run(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
+            return gradients_of(params, opt_state, batch)  # a new function: jax would give it the other side's program
+
+        self._reference, self._is_called = reference, False
         try:
-            aux, gradients = self.run_to_compare(gradients_of, *state, batch, is_reference=reference is not None)
+            aux, gradients = self.run_to_compare(run, *state, batch, is_reference=reference is not None)
         finally:
             self._reference = None
+        if not self._is_called:
+            raise MemoptError.of(
+                "check-without-model",
+                "the policy's model was not called while the loss was traced, so there is nothing to compare",
+                hint="call `run.model` in the loss: not the model given to apply_policy, nor a jax.jit of your own",
+            )
         paths, _ = jax.tree_util.tree_flatten_with_path(gradients)
         named = {_dotted(path): jax.device_get(leaf) for path, leaf in paths}
         return Gradients([jax.device_get(leaf) for leaf in aux], named)

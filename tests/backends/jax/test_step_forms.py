@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 
 from memopt import MemoptError, apply_policy
+from memopt_jax.function_apply import FunctionApplied
+from memopt_jax.linen_apply import PolicyModule
 
 RECOMPUTE = {"version": 1, "units": ["layers.*"], "rules": [
     {"name": "weights", "action": "shard", "match": {"role": ["param", "grad", "optimizer_state"]}},
@@ -131,6 +133,50 @@ def test_a_wrong_recomputation_is_found_through_a_loss_of_ones_own(monkeypatch: 
 
     monkeypatch.setattr(nnx_applied.NnxApplied, "_gradients", wrong)
     assert not run.check(X, Y, loss=_distance).ok
+
+
+def _scan_loss(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])[0] ** 2)
+
+
+def _linen_run() -> tuple[Any, Any, Any]:
+    model = LinenNet()
+    variables = model.init(jax.random.key(0), X)
+    run = apply_policy(model, RECOMPUTE, params=variables, example_inputs=X)
+    return run, run.place_params(variables), lambda params, x: jnp.mean(run.model.apply(params, x) ** 2)
+
+
+def _function_run() -> tuple[Any, Any, Any]:
+    params = {"layers": jnp.stack([jnp.eye(8)] * 3)}
+    run = apply_policy(_scan_loss, {"version": 1}, params=params, example_inputs=X)
+    return run, run.place_params(params), lambda params, x: run.model(params, x)
+
+
+@pytest.mark.parametrize(
+    "build, called", [(_linen_run, (PolicyModule, "apply")), (_function_run, (FunctionApplied, "_call"))]
+)
+def test_the_reference_is_a_program_of_its_own(build: Any, called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name = called
+    call = getattr(owner, name)
+
+    def wrong(self: Any, *args: Any) -> Any:
+        applied = getattr(self, "_applied", self)
+        return call(self, *args) * (1.001 if applied._reference is None else 1.0)
+
+    monkeypatch.setattr(owner, name, wrong)
+    run, params, loss = build()
+    assert not run.check(X, loss=loss, state=(params, None)).ok
+    monkeypatch.undo()
+    run, params, loss = build()
+    assert run.check(X, loss=loss, state=(params, None)).ok
+
+
+def test_a_loss_that_does_not_call_the_policys_model_is_no_check() -> None:
+    run, params, loss = _linen_run()
+    module: Any = LinenNet()
+    for blind in (lambda params, x: jnp.mean(module.apply(params, x) ** 2), jax.jit(loss)):
+        with pytest.raises(MemoptError, match=r"(?s)check-without-model.*call `run.model`"):
+            run.check(X, loss=blind, state=(params, None))
 
 
 def test_the_check_of_the_first_step_sees_every_argument() -> None:
