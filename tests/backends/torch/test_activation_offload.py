@@ -14,10 +14,10 @@ from torch.nn import functional as F
 import memopt
 from memopt.errors import MemoptError
 from memopt_torch import parcels, streams
+from memopt_torch.delayed_streams import DelayedStreams
 from memopt_torch.host_pool import HostPool
 from memopt_torch.measure import StepMeter
 from memopt_torch.offload import OffloadSettings, Transfers
-from memopt_torch.delayed_streams import DelayedStreams
 
 WIDTH, LAYERS = 32, 4
 REST = {"name": "rest", "action": "recompute", "match": {"unit": "layers.*"}}

@@ -11,9 +11,9 @@ from torch import nn
 
 import memopt
 from memopt.errors import MemoptError
+from memopt_torch.delayed_streams import DelayedStreams
 from memopt_torch.measure import StepMeter
 from memopt_torch.optimizer_offload import OptimizerOffload
-from memopt_torch.delayed_streams import DelayedStreams
 from memopt_torch.testing import run_ranks
 
 WIDTH, LAYERS = 32, 4
