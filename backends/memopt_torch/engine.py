@@ -25,11 +25,12 @@ from .arena import ArenaPlan, plan_arena
 from .assembly import check_requests, materialise, sizes_of, unit_from
 from .collectives import Collectives, Groups, stall_watch, timeout_of
 from .gathering import Gathering, in_backward_pass
+from .handed import Handed
 from .reduction import Reduction
 from .schedule import Schedule
 from .sharded import whole_tensor
 from .traversal import tensors_in
-from .units import Dtypes, Section, Unit, UnitRequest, Use
+from .units import Call, Dtypes, Section, Unit, UnitRequest, Use
 from .witness import Witness
 
 log = logging.getLogger("memopt")
@@ -209,6 +210,7 @@ class Engine(Gathering):
     def before_forward(self, unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """A module of the unit is called: its weights are there when this returns."""
         if self.paused:
+            unit.calls.append(Call(is_tracked=False))
             return self._prepare_inputs(unit, args, kwargs, tracked=False)
         recomputing = in_backward_pass()
         if not recomputing:
@@ -219,7 +221,7 @@ class Engine(Gathering):
         self.make_ready(unit)
         unit.active += 1
         tracked = not unit.resident and torch.is_grad_enabled() and not (recomputing and unit.live_uses > 0)
-        unit.calls.append(tracked)
+        unit.calls.append(Call(is_tracked=tracked))
         if not recomputing and not unit.resident:
             self.prefetch(self.schedule.ahead_forward(unit))
         return self._prepare_inputs(unit, args, kwargs, tracked=tracked)
@@ -245,16 +247,23 @@ class Engine(Gathering):
             for i, tensor in zip(where, marked, strict=True):
                 leaves[i] = tensor
             changed = True
-        return tree_unflatten(leaves, tree) if changed else None
+        if not changed:
+            return None
+        passed = tree_unflatten(leaves, tree)
+        unit.calls[-1].handed = Handed.of((args, kwargs), passed)
+        return passed
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
         """A module of the unit has returned (or raised: then `output` is None)."""
-        if self.paused or not unit.calls:
+        if not unit.calls:
             return
-        tracked = unit.calls.pop()
+        call = unit.calls.pop()
+        added = list(call.handed.give_back()) if call.handed is not None else []
+        if self.paused:
+            return
         unit.active -= 1
-        if tracked and output is not None:
-            self._watch_outputs(unit, output)
+        if call.is_tracked and output is not None:
+            self._watch_outputs(unit, (output, *added) if added else output)
         if unit.resident or in_backward_pass() or unit.active or module is not unit.modules[-1]:
             return
         if self.schedule.forward.next_units(1)[:1] == [unit]:  # the same layer comes again

@@ -96,7 +96,7 @@ class Reduction:
         self.begin()
         self._open(section)
         assert entry.staging is not None  # managed sections have staging views
-        adds = entry.offset in section.arrived or entry.offset in section.kept
+        adds = entry in section.arrived or entry in section.kept
         if adds or (section.carries and not section.stages_gradients):
             entry.staging.add_(grad)
         else:
@@ -118,10 +118,10 @@ class Reduction:
         self._note(section, entry)
 
     def _note(self, section: Section, entry: Entry) -> None:
-        section.arrived.add(entry.offset)
+        section.arrived.add(entry)
         # A unit none of whose inputs needs a gradient has no mark of its end. It is reduced when the pass ends, never
         # when its last gradient is there: a rank that does not use all of it would be out of step with the others.
-        section.used.add(entry.offset)
+        section.used.add(entry)
 
     def _open(self, section: Section) -> None:
         """Makes the staging memory the section's own before a gradient is written to it."""
@@ -179,7 +179,7 @@ class Reduction:
             return
         for entry in section.entries:
             carried = section.in_place and entry.held.grad is entry.grad
-            if entry.offset not in section.arrived and entry.offset not in section.kept and not carried:
+            if entry not in section.arrived and entry not in section.kept and not carried:
                 assert entry.staging is not None  # managed sections have staging views
                 entry.staging.zero_()
         if section.slot is not None and section.padded_numel > section.numel:
@@ -300,7 +300,7 @@ class Reduction:
     def _agree(self, sections: list[Section], *, is_new_way: bool) -> dict[Section, list[tuple[Entry, bool]]]:
         """Which parameters any rank used in this backward pass (or in those since the last reduction)."""
         flags = [
-            entry.offset in section.used or entry.offset in section.kept or not entry.held.requires_grad
+            entry in section.used or entry in section.kept or not entry.held.requires_grad
             for section in sections
             for entry in section.entries
         ]
@@ -343,7 +343,7 @@ class Reduction:
         """Reduction is put off: what arrived stays whole until the last backward pass of the optimizer step."""
         section.kept |= section.arrived
         for entry in section.entries:
-            if entry.offset not in section.kept:
+            if entry not in section.kept:
                 continue
             if section.layout == "whole":
                 entry.held.grad = entry.grad
@@ -358,7 +358,7 @@ class Reduction:
             for entry in section.entries:
                 grad = entry.held.grad
                 if was_zeroed(grad):
-                    section.kept.discard(entry.offset)
+                    section.kept.discard(entry)
                 if isinstance(grad, Unreduced):
                     entry.held.grad = None if grad.is_zeroed else grad.replaces
         if sections and not any(section.kept for section in sections):

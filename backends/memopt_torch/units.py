@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .collectives import Pending
+from .handed import Handed
 from .sharded import FlatSlice, ShardedTensor, local_tensor
 from .tenants import Tenant
 
@@ -151,15 +152,15 @@ class Section:
         self.slot: torch.Tensor | None = None
         self.pending: Pending | None = None
         self._arena_slot: tuple[torch.Tensor, Tenant] | None = None
-        self.kept: set[int] = set()  # offsets whose whole gradient is kept from earlier backward passes
+        self.kept: set[Entry] = set()  # those whose whole gradient is kept from earlier backward passes
         self.reset_backward()
         self.stale = False
         self.gathered_version = -1
 
     def reset_backward(self) -> None:
         """Forgets what the current backward pass has brought."""
-        self.arrived: set[int] = set()  # offsets of entries whose gradient lies in the staging memory
-        self.used: set[int] = set()  # offsets that got a gradient at any time in this backward pass
+        self.arrived: set[Entry] = set()  # those whose gradient lies in the staging memory
+        self.used: set[Entry] = set()  # those that got a gradient at any time in this backward pass
         self.opened = False
         self.launched = False  # what lies in staging has been sent
         self.sent = False  # something has been sent in this backward pass
@@ -406,7 +407,7 @@ class Unit:
     active: int = 0
     in_backward: bool = False
     live_uses: int = 0
-    calls: list[bool] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     pending: list[Pending] = field(default_factory=list)
     evicted: bool = False
     has_part: bool = False
@@ -426,6 +427,19 @@ class Unit:
     def moves(self) -> bool:
         """Whether its parameters are gathered or cast at all."""
         return any(not section.in_place for section in self.sections)
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of one of a unit's modules under way.
+
+    Attributes:
+        is_tracked: Its outputs tell when the backward pass begins.
+        handed: Containers it was given copies of.
+    """
+
+    is_tracked: bool
+    handed: Handed | None = None
 
 
 class Use:
