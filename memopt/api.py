@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .backend import Backend, backend_of, load_backend
+from .backend import Backend, backend_names, backend_of, load_backend
+from .errors import MemoptError
 from .loading import load_policy, validate_options
 from .lowering import make_plan as lower
 from .plan import Plan
@@ -88,4 +89,16 @@ def apply_policy(
 
 
 def _backend_for(model: Any, name: str | None) -> Backend:
-    return backend_of(model) if name is None else load_backend(name)
+    if name is None:
+        return backend_of(model)
+    chosen = load_backend(name)
+    if chosen.owns(model):
+        return chosen
+    owners = [other for other in backend_names() if other != name and load_backend(other).owns(model)]
+    if owners:
+        raise MemoptError.of(
+            "model-of-another-backend",
+            f"`backend={name}` and a {type(model).__module__}.{type(model).__qualname__}, which is {owners[0]}'s",
+            hint="leave `backend` out: it follows from the model",
+        )
+    return chosen

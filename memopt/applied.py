@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args, runtime_checkable
+
+from .errors import MemoptError, did_you_mean
 
 if TYPE_CHECKING:
     from .plan import Plan
     from .report import Report
 
 Reference = Literal["auto", "plain", "recompute"]
+
+
+def known_reference(reference: str) -> Reference:
+    """The reference of a check.
+
+    Raises:
+        MemoptError: `check-unknown-reference`.
+    """
+    known = get_args(Reference)
+    if reference in known:
+        return cast(Reference, reference)
+    raise MemoptError.of(
+        "check-unknown-reference",
+        f"`reference={reference!r}` is none of {', '.join(f'`{name}`' for name in known)}",
+        hint=did_you_mean(str(reference), known),
+    )
 
 
 @dataclass(frozen=True, slots=True)

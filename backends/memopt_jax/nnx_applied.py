@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from memopt.applied import Check, Reference
+from memopt.applied import Check, Reference, known_reference
 from memopt.errors import MemoptError
 from memopt.plan import Plan
 from memopt.spec import ModelSpec
@@ -152,7 +152,7 @@ class NnxApplied(AppliedBase):
                 "the check takes its loss from the training step, and no step or optimizer was made yet",
                 hint="call run.optimizer(...) and run.step(fn) first, or give the loss: run.check(batch, loss=loss)",
             )
-        against = "plain" if reference == "auto" else reference
+        against = "plain" if known_reference(reference) == "auto" else reference
         ours = self._gradients(fn, batch, None)
         theirs = self._gradients(fn, batch, against)
         result = compare(ours, theirs, reference=against)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from memopt.applied import Check, Reference
+from memopt.applied import Check, Reference, known_reference
 from memopt.errors import MemoptError
 from memopt.plan import Plan
 from memopt.spec import ModelSpec
@@ -179,7 +179,7 @@ class TreeApplied(AppliedBase):
                 hint="call run.optimizer(...) and run.step(fn), or run.check(batch, loss=loss); before any step pass "
                 "state=(params, opt_state) too",
             )
-        against = "plain" if reference == "auto" else reference
+        against = "plain" if known_reference(reference) == "auto" else reference
         ours = self._gradients(gradients_of, state, batch, None)
         result = compare(ours, self._gradients(gradients_of, state, batch, against), reference=against)
         if layout and result.ok:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memopt.applied import Check, Reference
+from memopt.applied import Check, Reference, known_reference
 from memopt.errors import MemoptError
 
 from .engine import Engine
@@ -33,6 +33,7 @@ def check(
     loss: Callable[[nn.Module, Any], torch.Tensor] | None,
 ) -> Check:
     """See `Applied.check`."""
+    reference = known_reference(reference)
     run = loss or default_loss
     with _untouched(applied):
         policy_loss, policy_grads = _run(applied, batch, run)

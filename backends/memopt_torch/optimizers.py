@@ -140,8 +140,14 @@ def refuse_foreign_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuses an optimizer none of whose parameters is the model's: its steps would train nothing of it.
 
     Raises:
-        MemoptError: `optimizer-of-another-model`.
+        MemoptError: `optimizer-of-another-model`, `not-an-optimizer`.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise MemoptError.of(
+            "not-an-optimizer",
+            f"optimizer= takes a torch.optim.Optimizer, not a {type(optimizer).__qualname__}",
+            hint="make it after apply_policy with run.optimizer(torch.optim.AdamW, lr=1e-3)",
+        )
     own = {id(parameter) for parameter in model.parameters()}
     held = list(_parameters(optimizer))
     if any(id(parameter) in own for parameter in held):
@@ -198,7 +204,17 @@ def make_optimizer(
         model: Its trainable parameters are the default.
         params: Parameters, groups, or (name, parameter) pairs; ones taken before the policy are replaced.
         options: Passed on.
+
+    Raises:
+        MemoptError: `not-an-optimizer`.
     """
+    if not callable(factory):
+        raise MemoptError.of(
+            "not-an-optimizer",
+            f"run.optimizer takes an optimizer's class or what makes one from parameters, not a "
+            f"{type(factory).__qualname__}",
+            hint="run.optimizer(torch.optim.AdamW, lr=1e-3); one that is made already goes to apply_policy(optimizer=)",
+        )
     if needs_matrices(factory) and any(isinstance(p, ShardedTensor) for p in model.parameters()):
         wanted = [p for p in model.parameters() if p.requires_grad] if params is None else _replaced(params)
         return OwnerOptimizer(factory, wanted, dict(options))
