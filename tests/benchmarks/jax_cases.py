@@ -180,7 +180,7 @@ def break_even_rate(step: aot.CompiledStep, target: Target, recompute_s: float) 
     low, high = 1e8, 1e13
     if step_s(high) >= recompute_s:
         return None
-    for _ in range(40):
+    for _ in range(24):  # to a millionth
         middle = (low * high) ** 0.5
         low, high = (low, middle) if step_s(middle) <= recompute_s else (middle, high)
     return high
