@@ -26,7 +26,7 @@ class MetaInitialiser:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.device = _real_device()
+        self.device = real_device()
         self._by_module: dict[int, Callable[[nn.Module], object]] = {}
         for outer in model.modules():
             initialise = getattr(outer, "_init_weights", None)
@@ -88,7 +88,8 @@ def has_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def _real_device() -> torch.device:
+def real_device() -> torch.device:
+    """Where a model on the meta device gets its values."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -97,7 +98,7 @@ def _real_device() -> torch.device:
 def _shared_seed() -> int:
     seed = torch.tensor(torch.initial_seed() % 2**62)
     if dist.is_initialized():
-        seed = seed.to(_real_device() if dist.get_backend() == "nccl" else "cpu")
+        seed = seed.to(real_device() if dist.get_backend() == "nccl" else "cpu")
         dist.broadcast(seed, src=0)
     return int(seed)
 

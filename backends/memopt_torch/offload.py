@@ -64,19 +64,25 @@ class _Trip:
 class Transfers:
     """All copies of one model: what is pending, on its way, and wanted next.
 
+    Args:
+        settings: How to copy.
+        engine: Anything with `is_weight(tensor)`.
+        device: Where the model is: what lies elsewhere (counters on the CPU beside a GPU) has nothing to gain.
+
     Attributes:
         streams, pool: How copies are made, and where to.
         to_host_bytes, to_device_bytes: Copied since the model was set up.
     """
 
-    def __init__(self, settings: OffloadSettings, engine: Any = None) -> None:
+    def __init__(self, settings: OffloadSettings, engine: Any = None, *, device: torch.device | None = None) -> None:
         self.settings = settings
         self.engine = engine
+        self._device = device if device is not None else torch.device("cpu")
+        self._has_streams = self._device.type == "cpu"
         self.streams: Streams = streams_for(torch.device("cpu"), synchronous=settings.synchronous)
         self.pool = HostPool(cap_bytes=settings.pinned_pool_bytes)
         self.to_host_bytes = 0
         self.to_device_bytes = 0
-        self._device: torch.device | None = None
         self._trips: list[weakref.ref[_Trip]] = []
         self._by_call: weakref.WeakKeyDictionary[Any, _Trip] = weakref.WeakKeyDictionary()
         self._open: list[_Trip] = []
@@ -156,14 +162,17 @@ class Transfers:
         """Whether that tensor may leave the device."""
         if is_wrapper_type(type(tensor)) or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return False
+        if tensor.device.type != self._device.type:
+            return False
         is_weight = isinstance(tensor, nn.Parameter) or (self.engine is not None and self.engine.is_weight(tensor))
         return not is_weight and tensor.numel() > 0
 
     def _set_up(self, device: torch.device) -> None:
-        if self._device is None and device.type != "cpu":
+        """A GPU's streams and page-locked memory come with the first tensor that is sent from it."""
+        if not self._has_streams:
             self.streams = streams_for(device, synchronous=self.settings.synchronous)
             self.pool.pinned = True
-        self._device = device
+            self._has_streams = True
 
     @contextmanager
     def sending(self, wanted: set[int], call: Any) -> Iterator[None]:

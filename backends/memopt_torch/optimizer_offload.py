@@ -202,7 +202,8 @@ class OptimizerOffload:
             master.grad = grad
             state = self.optimizer.state.pop(member.parameter, {})
             self.optimizer.state[master] = {
-                name: self._at_home(member, name, value) if is_moved(value) else value for name, value in state.items()
+                name: self._at_home(member, name, value) if is_moved(value) else _to_cpu(value)
+                for name, value in state.items()
             }
             masters.append((member.group, master))
         self._step(masters, on_host=True)
@@ -280,6 +281,11 @@ class OptimizerOffload:
         synchronize = getattr(ticket, "synchronize", None)
         if synchronize is not None:
             synchronize()
+
+
+def _to_cpu(value: Any) -> Any:
+    """Step counters of a checkpoint of fused GPU kernels lie on the GPU."""
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _bare_step(optimizer: Optimizer) -> Callable[[], Any]:

@@ -52,7 +52,8 @@ class Parcel:
             return
         self._check_unchanged()
         self.chunk = self.transfers.pool.take(self.source.numel() * self.source.element_size())
-        weakref.finalize(self, _retire, self.chunk, self.transfers.pool, self.transfers.streams)
+        retire = weakref.finalize(self, _retire, self.chunk, self.transfers.pool, self.transfers.streams)
+        retire.atexit = False  # the process's end frees all memory, and may have ended CUDA before
         target = self._host_view(self.source)
         self.ticket = self.transfers.streams.to_host(self.source, target, after=self.chunk.last)
         self.chunk.last = self.ticket

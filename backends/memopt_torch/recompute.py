@@ -12,12 +12,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from memopt.errors import MemoptWarning
 from memopt.matching import canonical_paths
 from memopt.plan import Plan
 
+from .meta import real_device
 from .offload import Transfers, settings_of
 from .own_checkpointing import own_checkpointing, refuse_own_checkpointing
 from .region import Mode, Region
@@ -109,11 +111,17 @@ def install(model: nn.Module, plan: Plan, engine: Any = None) -> Regions:
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False) is True and any(unit.region for unit in plan.units):
             raise own_checkpointing(type(module).__name__, "the model's own gradient checkpointing is on")
-    transfers = Transfers(settings_of(plan), engine)
+    transfers = Transfers(settings_of(plan), engine, device=_device_of(model))
     regions = tuple(_regions(model, plan, transfers))
     if regions:
         regions[0].before = _Idle(plan, regions)
     return Regions(model, plan, regions, transfers)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model is, or will be once it has values."""
+    devices = {parameter.device for parameter in model.parameters()}
+    return next((device for device in devices if device.type != "meta"), real_device())
 
 
 class _Idle:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
 from memopt.errors import MemoptError
 
@@ -114,6 +116,12 @@ class ShardedTensor(torch.Tensor):
         )
 
 
+# As DTensor does for itself: on GPUs optimizers and clipping take their foreach form for listed types only.
+for _types in (_optimizer_types, _clipping_types):
+    if ShardedTensor not in _types:
+        _types.append(ShardedTensor)
+
+
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
@@ -191,6 +199,17 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local_args = [_operand(func, like, arg) for arg in args]
     result = func(*local_args, **{name: _operand(func, like, value) for name, value in kwargs.items()})
     return target if func._schema.is_mutable else _wrap_like(result, like)
+
+
+def _put_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`tensor[mask] = value` with a mask of the tensor's own layout (Rprop): value by value like any pointwise op."""
+    target, indices, value = args[0], args[1], args[2]
+    masks = [index for index in indices if index is not None]
+    is_mask = len(masks) == 1 and isinstance(masks[0], ShardedTensor) and masks[0].dtype is torch.bool
+    if not isinstance(target, ShardedTensor) or not is_mask or value.numel() != 1 or any(args[3:]):
+        raise _refusal(func, _first([*args, *masks]), "only one value by a mask of the same layout can be put")
+    target.local[_operand(func, target, masks[0])] = value.reshape(())
+    return target
 
 
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -327,6 +346,7 @@ _TABLE: Mapping[Any, Callable[[Any, tuple, dict], Any]] = {
     aten.fill_.Scalar: _fill,
     aten.fill_.Tensor: _fill,
     aten.copy_.default: _copy,
+    aten.index_put_.default: _put_where,
     aten.linalg_vector_norm.default: _norm,
     aten.norm.Scalar: _norm,
     aten.norm.ScalarOpt_dim: _norm,

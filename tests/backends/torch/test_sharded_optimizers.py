@@ -3,12 +3,14 @@ optimizers are told."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
 import memopt
 from memopt.errors import MemoptError
@@ -45,6 +47,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
     "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-3),
     "nadam": lambda ps: torch.optim.NAdam(ps, lr=1e-3),
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
+    "rprop": lambda ps: torch.optim.Rprop(ps, lr=1e-3),
+    "rprop_foreach": lambda ps: torch.optim.Rprop(ps, lr=1e-3, foreach=True),
     "lion": Lion,
 }
 
@@ -59,6 +63,21 @@ def test_value_wise_optimizers_run_unchanged_and_equal(tools: Any, name: str) ->
 
     for plain, ours in run_ranks(job, 2):
         assert ours == plain
+
+
+def test_sharded_parameters_get_the_foreach_form_where_plain_ones_would(
+    tools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU an optimizer takes it by default, for types it knows; a loop over parameters would be much slower."""
+    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+
+    def job() -> tuple[bool, bool]:
+        run = memopt.apply_policy(tools.llama(layers=2), tools.policy(tools.shard()))
+        parameters = list(run.model.parameters())
+        assert isinstance(parameters[0], ShardedTensor)
+        return _default_to_fused_or_foreach(parameters, False, False)
+
+    assert run_ranks(job, 2) == [(False, True)] * 2
 
 
 def decay_groups(model: Any) -> list[dict[str, Any]]:
