@@ -12,14 +12,20 @@ from memopt.plan import Plan
 from memopt.spec import ModelSpec
 
 from .nnx_apply import caller
+from .user_code import calling_on_examples
 
 
 def inspect(model: Any, *, params: Any, example_inputs: Any) -> ModelSpec:
     """The inventory of a model.
 
     Raises:
-        MemoptError: `params-missing` for a linen module or function without its parameters.
+        MemoptError: `params-missing` for a linen module or function without its parameters; `example-inputs-rejected`.
     """
+    with calling_on_examples(example_inputs):
+        return _inspect(model, params=params, example_inputs=example_inputs)
+
+
+def _inspect(model: Any, *, params: Any, example_inputs: Any) -> ModelSpec:
     if isinstance(model, nnx.Module):
         from .nnx_inventory import inspect as inspect_nnx
 

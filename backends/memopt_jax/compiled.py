@@ -22,6 +22,7 @@ from .remat import UnitPolicy
 from .sent import sent_to_host, shards_of
 from .shardings import Layouts, place
 from .treatments import Treatments
+from .user_code import tracing_step
 from .values import equations, inner_jaxprs, is_checkpoint, is_region
 
 _SKIPPED_STEPS = 1
@@ -107,12 +108,13 @@ class CompiledStep:
         """Trace, verify and compile for these arguments.
 
         Raises:
-            MemoptError: `donation-fails`, `user-remat-around-unit`, `offload-without-effect`, and for a faulty GPU
-                compiler what the offset audit says.
+            MemoptError: `step-not-differentiable`, `step-not-traceable`, `donation-fails`, `user-remat-around-unit`,
+                `offload-without-effect`, and for a faulty GPU compiler what the offset audit says.
         """
         shardings = jax.tree.map(lambda leaf: leaf.sharding, (first, second))
         jitted = jax.jit(self._fn, donate_argnums=(0, 1), out_shardings=(*shardings, None))
-        shapes = jax.eval_shape(self._fn, first, second, batch)
+        with tracing_step(batch):
+            shapes = jax.eval_shape(self._fn, first, second, batch)
         verify_donation((first, second), shapes[:2])
         traced = jitted.trace(first, second, batch)
         verify_program(traced.jaxpr.jaxpr, self._treatments)
