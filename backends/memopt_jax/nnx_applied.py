@@ -19,7 +19,7 @@ from .applied import AppliedBase
 from .checking import Gradients, compare
 from .compiled import verify_no_user_remat
 from .cut_state import is_cut
-from .nnx_optimizer import PlacedOptimizer
+from .nnx_optimizer import PlacedOptimizer, adopt
 from .optimizer import checkpoint_template, from_checkpoint, to_checkpoint, transformation_of
 from .placement import leaf_path
 from .remat import Static
@@ -42,7 +42,7 @@ class NnxApplied(AppliedBase):
         nnx_apply.place_parameters(model, shardings)
         self._verify(nnx_apply.caller(example_inputs))
         self._step_fn: StepFunction | None = None
-        self._optimizer: nnx.Optimizer | None = None
+        self._optimizer: PlacedOptimizer | None = None
         if optimizer is not None:
             self._repoint(optimizer)
 
@@ -55,18 +55,14 @@ class NnxApplied(AppliedBase):
         verify_no_user_remat(traced.jaxpr)
 
     def _repoint(self, optimizer: Any) -> None:
-        """Place the state of an optimizer made before the policy, keeping its values."""
+        """Make an optimizer that was there before the policy the policy's: the same object, its values kept."""
         if not isinstance(optimizer, nnx.Optimizer):
             raise MemoptError.of(
                 "not-an-optimizer",
                 f"optimizer= takes an nnx.Optimizer, not a {type(optimizer).__name__}",
                 hint="make it after apply_policy with run.optimizer(optax.adamw(1e-3))",
             )
-        placed = self.optimizer(optimizer.tx, wrt=optimizer.wrt)
-        from .shardings import place
-
-        values = self.placement.cut(nnx.state(optimizer))
-        nnx.update(placed, place(values, self.placement.state_shardings(values)))
+        self._optimizer = adopt(optimizer, placement=self.placement, update=self.update_of(optimizer.tx))
 
     def optimizer(self, cls_or_tx: Any, params: Any = None, **kw: Any) -> PlacedOptimizer:
         """An `nnx.Optimizer` on the model's parameters, its state placed as the policy says.

@@ -56,3 +56,34 @@ def test_the_right_arguments_still_do() -> None:
         assert _torch_run().check(X, loss=lambda m, x: m(x).mean(), reference=reference).ok
         assert _nnx_run().check(jnp.ones((2, 4)), loss=lambda m, x: m(x).mean(), reference=reference).ok
     assert apply_policy(torch.nn.Linear(4, 4), POLICY, backend="torch").model is not None
+
+
+def test_an_nnx_optimizer_made_before_is_re_pointed_and_steps_as_it_would_have() -> None:
+    def trained(*, policy: dict[str, Any] | None) -> list[float]:
+        model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+        def step(model: Any, optimizer: Any, x: Any) -> Any:
+            loss, gradients = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+            optimizer.update(model, gradients)
+            return loss
+
+        before = float(step(model, optimizer, jnp.ones((2, 4))))  # its state is no longer zero
+        if policy is None:
+            return [before, *(float(step(model, optimizer, jnp.ones((2, 4)))) for _ in range(3))]
+        run = apply_policy(model, policy, optimizer=optimizer, example_inputs=(jnp.ones((2, 4)),))
+        compiled = run.step(step)
+        return [before, *(float(compiled(run.model, optimizer, jnp.ones((2, 4)))) for _ in range(3))]
+
+    sharded = {"version": 1, "rules": [{"name": "s", "action": "shard", "match": {"role": "optimizer_state"}}]}
+    assert trained(policy=sharded) == pytest.approx(trained(policy=None), rel=1e-5)
+
+
+def test_an_optimizer_with_an_update_of_its_own_is_not_taken_for_a_plain_one() -> None:
+    class Mine(nnx.Optimizer):
+        def update(self, model: Any, grads: Any, /, **kwargs: Any) -> None:
+            super().update(model, grads, **kwargs)
+
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(MemoptError, match=r"the update of a .*Mine is its own"):
+        apply_policy(model, POLICY, optimizer=Mine(model, optax.sgd(0.1), wrt=nnx.Param))
