@@ -207,9 +207,12 @@ class Collectives:
                 work = call()
             except RuntimeError as error:
                 raise self.failure(name, unit, error) from error
-        if self.watch is not None and work is not None:
-            self.watch.note(f"{name} of unit `{unit}` in step {self.step} on rank {dist.get_rank()}", work)
         return Pending(self, name, unit, work, noted_collective())
+
+    def note_waited(self, name: str, unit: str) -> None:
+        """The computation has waited for a collective; on a GPU its stream has been told to."""
+        if self.watch is not None:
+            self.watch.note(f"{name} of unit `{unit}` in step {self.step} on rank {dist.get_rank()}")
 
     def failure(self, name: str, unit: str, error: BaseException) -> MemoptError:
         """A killed rank, a stall past the timeout, a broken connection."""
@@ -246,3 +249,4 @@ class Pending:
             work.wait()  # the group's own timeout holds; one given here would make a GPU's wait block the processor
         except RuntimeError as error:
             raise self._collectives.failure(self._name, self._unit, error) from error
+        self._collectives.note_waited(self._name, self._unit)

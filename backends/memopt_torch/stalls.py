@@ -1,8 +1,8 @@
 """Says where a GPU's collectives stand still, before NCCL's own watchdog ends the process.
 
 Waiting for a collective on a GPU blocks no processor: the stream waits, and an error has nobody to be raised to. NCCL
-ends the process once the group's timeout is over, and knows neither unit nor step. So a thread looks at the collectives
-that have not finished, now and then, by asking their events; the training loop only writes down what it has issued.
+ends the process once the group's timeout is over, and knows neither unit nor step. So where a stream waits an event is
+left behind, and a thread asks the events now and then. A collective itself holds its tensors, which are to be freed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+import torch
 
 log = logging.getLogger("memopt")
 
@@ -23,32 +24,47 @@ _LOOKS = 20  # in one timeout
 
 
 @dataclass(frozen=True, slots=True)
-class _Issued:
+class _Wait:
     what: str
-    work: Any
+    is_over: Callable[[], bool]
     at_s: float
 
 
+def leave_event() -> Callable[[], bool]:
+    """Tells whether all that the current stream has been given by now is done."""
+    event = torch.cuda.Event()
+    event.record()
+    return event.query
+
+
 class StallWatch:
-    """Remembers collectives until they have finished.
+    """Remembers what a stream waits for until the wait is over.
 
     Args:
         timeout_s: Of the process group.
+        mark: Called at a wait, gives what tells whether it is over; for tests.
         clock: Seconds; for tests.
     """
 
-    def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        *,
+        mark: Callable[[], Callable[[], bool]] = leave_event,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._limit_s = _TOLD_AT * timeout_s
         self._every_s = timeout_s / _LOOKS
+        self._mark = mark
         self._clock = clock
-        self._issued: deque[_Issued] = deque()
+        self._waits: deque[_Wait] = deque()
         self._is_told = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def note(self, what: str, work: Any) -> None:
-        """A collective has been issued."""
-        self._issued.append(_Issued(what, work, self._clock()))
+    def note(self, what: str) -> None:
+        """The current stream has been told to wait for that."""
+        self._waits.append(_Wait(what, self._mark(), self._clock()))
 
     def start(self) -> None:
         """Looks from now on until the interpreter ends."""
@@ -61,20 +77,20 @@ class StallWatch:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        self._issued.clear()
+        self._waits.clear()
 
     def _run(self) -> None:
         while not self._ended.wait(self._every_s):
             self.look()
 
     def look(self) -> None:
-        """Forgets what has finished; the oldest that has not for too long is told, once a stall."""
-        while self._issued and self._issued[0].work.is_completed():
-            self._issued.popleft()
+        """Forgets what is over; the oldest that has not been for too long is told, once a stall."""
+        while self._waits and self._waits[0].is_over():
+            self._waits.popleft()
             self._is_told = False
-        if not self._issued or self._is_told:
+        if not self._waits or self._is_told:
             return
-        oldest = self._issued[0]
+        oldest = self._waits[0]
         waited_s = self._clock() - oldest.at_s
         if waited_s > self._limit_s:
             self._is_told = True

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import tempfile
 import time
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,21 +23,25 @@ from memopt_torch.stalls import StallWatch
 from memopt_torch.testing import run_ranks
 
 
-class Work:
-    def __init__(self) -> None:
-        self.is_done = False
+class Marks:
+    """Stands in for the events of a stream."""
 
-    def is_completed(self) -> bool:
-        return self.is_done
+    def __init__(self) -> None:
+        self.done: list[bool] = []
+
+    def __call__(self) -> Callable[[], bool]:
+        number = len(self.done)
+        self.done.append(False)
+        return lambda: self.done[number]
 
 
 def test_a_collective_that_does_not_finish_is_told_once_before_the_timeout(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    watch = StallWatch(100.0, clock=lambda: now[0])
-    first, second = Work(), Work()
-    watch.note("all_gather of unit `layers.1` in step 7 on rank 0", first)
+    marks = Marks()
+    watch = StallWatch(100.0, mark=marks, clock=lambda: now[0])
+    watch.note("all_gather of unit `layers.1` in step 7 on rank 0")
     now[0] = 50.0
-    watch.note("reduce_scatter of unit `layers.2` in step 7 on rank 0", second)
+    watch.note("reduce_scatter of unit `layers.2` in step 7 on rank 0")
     with caplog.at_level(logging.ERROR, logger="memopt"):
         watch.look()
         assert caplog.messages == []
@@ -43,7 +50,7 @@ def test_a_collective_that_does_not_finish_is_told_once_before_the_timeout(caplo
         watch.look()
         assert len(caplog.messages) == 1
         assert "all_gather of unit `layers.1` in step 7 on rank 0 has not finished for 91 s" in caplog.messages[0]
-        first.is_done = True  # it went on after all; the next one is on time
+        marks.done[0] = True  # it went on after all; the next one is on time
         watch.look()
         now[0] = 150.0
         watch.look()
@@ -52,8 +59,8 @@ def test_a_collective_that_does_not_finish_is_told_once_before_the_timeout(caplo
 
 
 def test_a_watch_looks_by_itself_and_ends(caplog: pytest.LogCaptureFixture) -> None:
-    watch = StallWatch(0.2)
-    watch.note("all_gather of unit `head` in step 1 on rank 0", Work())
+    watch = StallWatch(0.2, mark=Marks())
+    watch.note("all_gather of unit `head` in step 1 on rank 0")
     with caplog.at_level(logging.ERROR, logger="memopt"):
         watch.start()
         deadline = time.monotonic() + 30
@@ -67,7 +74,7 @@ def test_collectives_are_watched_where_a_watch_is_given(tools: Any) -> None:
     def job() -> list[str]:
         noted: list[str] = []
         watch = StallWatch(60.0)
-        watch.note = lambda what, work: noted.append(what)  # type: ignore[method-assign]
+        watch.note = noted.append  # type: ignore[method-assign]
         run = memopt.apply_policy(tools.llama(), tools.policy(tools.shard()))
         collectives: Collectives = run.engine.collectives
         assert collectives.watch is None  # processors raise where they wait
@@ -130,3 +137,22 @@ def test_a_stalled_rank_of_a_mesh_of_two_axes_ends_within_the_users_timeout(tool
 
 def test_one_process_has_nothing_to_watch() -> None:
     assert Collectives(Groups()).watch is None
+
+
+def test_a_watch_holds_no_tensor_of_a_collective(tools: Any) -> None:
+    """NCCL's work holds its outputs: reduced gradients of many steps would pile up."""
+
+    def job() -> list[bool]:
+        policy = tools.policy(tools.shard(), unit_defaults={"prefetch": {"forward": 0, "backward": 0}})
+        run = memopt.apply_policy(tools.llama(), policy)
+        run.engine.collectives.watch = StallWatch(60.0, mark=Marks())
+        tools.loss(run.model, tools.batch(0, tools.rank())).backward()
+        grads = [weakref.ref(section.grad) for unit in run.engine.units for section in unit.sections]
+        run.model.zero_grad()
+        tools.loss(run.model, tools.batch(1, tools.rank()))
+        gc.collect()
+        return [grad() is None for grad in grads]
+
+    for freed in run_ranks(job, 2):
+        assert freed
+        assert all(freed)
