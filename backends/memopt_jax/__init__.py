@@ -42,6 +42,9 @@ _SUPPORTED = frozenset(
         "precision",
     }
 )
+_MULTI_STEPS = (
+    "wrap the optimizer, `run.optimizer(optax.MultiSteps(tx, every_k_schedule=4))`, and give each step one micro-batch"
+)
 _INSTEAD = {
     "offload:grad": "leave gradients on the device: they live from the backward pass to the update only",
     "fraction:param": "offload the parameters of whole stacks: a scanned stack's layers are one array",
@@ -49,8 +52,8 @@ _INSTEAD = {
     "reshard_after_forward:int": "reshard_after_forward: true or false",
     "prefetch": "leave prefetch at 1: XLA's latency hiding scheduler decides how far ahead weights are gathered",
     "precision:float16": "bfloat16, which needs no loss scaling",
-    "accumulate": "optax.MultiSteps around the optimizer",
-    "accumulate:last": "optax.MultiSteps around the optimizer",
+    "accumulate": _MULTI_STEPS,
+    "accumulate:last": _MULTI_STEPS,
 }
 
 

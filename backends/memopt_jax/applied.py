@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -9,18 +10,18 @@ from typing import Any
 import jax
 
 from memopt.applied import Check
-from memopt.errors import MemoptError
+from memopt.errors import MemoptError, MemoptWarning
 from memopt.plan import Plan
 from memopt.report import Report, rule_effects
 from memopt.spec import ModelSpec
 
 from .compiled import CompiledStep
-from .compiler_options import rounding_options
+from .compiler_options import PIPELINED, rounding_options
 from .optimizer import StatePlacement, Update, whole_update
 from .placement import kept_in_use
 from .shardings import Layouts, make_mesh, place
 from .streaming import streamed_update
-from .treatments import Treatments, treatments_of
+from .treatments import Treatments, lost_when_pipelined, treatments_of
 
 
 class AppliedBase:
@@ -43,6 +44,7 @@ class AppliedBase:
         refuse_precision(plan, spec)
         self.layouts = Layouts(plan, make_mesh(plan, mesh), kept_in_use(spec))
         self.treatments: Treatments = treatments_of(plan, spec, self.layouts)
+        warn_of_lost_offload(plan, self.treatments, platform=self.layouts.device.platform)
         self.placement = StatePlacement.of(plan, spec, self.layouts)
         self._is_checked = plan.options.get("check", "never") != "first_step"
         self._step: CompiledStep | None = None
@@ -141,6 +143,21 @@ def require_ok(check: Check) -> None:
         hint="do not train with it; report the policy, the versions of jax and jaxlib, and the device",
         path=check.worst_tensor,
     )
+
+
+def warn_of_lost_offload(plan: Plan, treatments: Treatments, *, platform: str) -> None:
+    """Warn, before anything is compiled, of offload that pipelined host transfers would undo."""
+    if platform not in ("gpu", "cuda") or not plan.options.get("compiler_options", {}).get(PIPELINED):
+        return
+    lost = lost_when_pipelined(treatments)
+    if lost:
+        warnings.warn(
+            f"{', '.join(f'`{unit}` ({nbytes} bytes)' for unit, nbytes in lost.items())} will stay on the "
+            f"device: {PIPELINED} drops the transfers of a single layer beside a loop of others "
+            "(offload-partly-without-effect); treat at least two neighbouring layers alike, or leave the option out",
+            MemoptWarning,
+            stacklevel=2,
+        )
 
 
 def refuse_precision(plan: Plan, spec: ModelSpec) -> None:

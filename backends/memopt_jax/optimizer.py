@@ -25,11 +25,14 @@ from .treatments import Template
 
 
 def transformation_of(cls_or_tx: Any, options: Mapping[str, Any]) -> optax.GradientTransformation:
-    """The optax transformation: passed as it is, or made by a factory such as `optax.adamw` from keyword arguments.
+    """The optax transformation: passed as it is, made by a factory such as `optax.adamw` from keyword arguments, or
+    inside an `optax.MultiSteps`, whose accumulators are laid out as their parameters' state.
 
     Raises:
         MemoptError: `not-an-optimizer`.
     """
+    if isinstance(cls_or_tx, optax.MultiSteps):
+        cls_or_tx = cls_or_tx.gradient_transformation()
     if isinstance(cls_or_tx, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
         if options:
             raise MemoptError.of(

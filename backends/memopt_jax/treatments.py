@@ -12,6 +12,7 @@ from memopt.spec import ModelSpec, StackSpec
 
 from .naming import mark_name
 from .remat import Region, StackPolicy, UnitPolicy
+from .rewrite import runs_of
 from .shardings import Layouts
 from .weights import GATHERED, WEIGHT_PRIMITIVES, WeightPlan
 
@@ -28,6 +29,8 @@ class Treatments:
         compute: Dtype the weights and the floating inputs of units, and of the model, are cast to.
         split_experts: Modules whose experts lie split over the mesh's `expert` axis while they compute.
         offloaded: Path (indexed) -> planned host bytes of one device.
+        alone: Units of scanned stacks that offload values and run outside of any loop, because no neighbour is treated
+            alike or the stack has one layer.
     """
 
     regions: Mapping[str, Region]
@@ -37,6 +40,7 @@ class Treatments:
     offloaded: Mapping[str, int]
     compute: str | None = None
     split_experts: frozenset[str] = frozenset()
+    alone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,9 +109,11 @@ def treatments_of(plan: Plan, spec: ModelSpec, layouts: Layouts) -> Treatments:
     by_label = _units_by_label(plan, template)
     regions: dict[str, Region] = {}
     active: set[str] = set()
+    alone: list[str] = []
     for label, units in by_label.items():
         length = template.length(label)
         policies = _policies(label, units, length, plan, template)
+        alone += _alone(units, policies) if length is not None else []
         own_weights = _below(label, weights)
         active.update(name for policy in policies for name in _marked_paths(policy))
         policy: UnitPolicy | StackPolicy | None = policies[0]
@@ -133,7 +139,26 @@ def treatments_of(plan: Plan, spec: ModelSpec, layouts: Layouts) -> Treatments:
         },
         compute=plan.precision.get("compute"),
         split_experts=_split_experts(plan, spec, template),
+        alone=tuple(alone),
     )
+
+
+def _alone(units: Sequence[tuple[int | None, PlanUnit]], policies: Sequence[UnitPolicy]) -> list[str]:
+    names = {index: unit.name for index, unit in units}
+    parts = [run for run in runs_of(policies) if run.stop - run.start == 1]
+    return [names[part.start] for part in parts if part.start in names and policies[part.start].offloads]
+
+
+def lost_when_pipelined(treatments: Treatments) -> dict[str, int]:
+    """Unit -> planned host bytes that GPUs keep on the device if host transfers are pipelined across a loop's turns.
+
+    Pipelining drops the transfers of what runs beside such a loop and in none itself (jaxlib 0.10.2, by compiling).
+    """
+    sent: dict[str, int] = {}
+    for path, nbytes in treatments.offloaded.items():
+        unit = next((unit for unit in treatments.alone if _is_within(path, unit)), "")
+        sent[unit] = sent.get(unit, 0) + nbytes
+    return {unit: nbytes for unit, nbytes in sent.items() if unit} if "" in sent else {}
 
 
 def _split_experts(plan: Plan, spec: ModelSpec, template: Template) -> frozenset[str]:

@@ -269,3 +269,19 @@ def test_lowered_shardings_refuse_to_place_all_layers_as_the_first(
     state = {"mu": {"layers": {"mlp": {"up": {"kernel": jax.ShapeDtypeStruct((4, 64, 128), jnp.float32)}}}}}
     with pytest.raises(MemoptError, match="layers-differ"):
         lowered.shardings(state)
+
+
+def test_micro_batches_are_accumulated_by_optax_with_accumulators_laid_out_as_the_state(
+    nnx_models: Mapping[str, Any], inputs: jax.Array
+) -> None:
+    def made() -> Any:
+        return optax.MultiSteps(optax.adamw(1e-2), every_k_schedule=2)
+
+    ours = train_nnx(nnx_models["scan"], NOTHING, inputs, made(), steps=2)
+    state = ours.state()
+    kernel = state.acc_grads["layers"]["mlp"]["up"]["kernel"]
+    assert kernel.sharding == nnx.state(ours.run.model)["layers"]["mlp"]["up"]["kernel"].get_value().sharding
+    assert int(state.gradient_step) == 1
+    once = train_nnx(nnx_models["scan"], NOTHING, inputs, optax.adamw(1e-2), steps=1)
+    for name, value in once.parameters.items():
+        np.testing.assert_allclose(ours.parameters[name], value, rtol=0, atol=1e-6)
