@@ -148,7 +148,8 @@ class NnxApplied(AppliedBase):
                 "the check takes its loss from the training step, and no step or optimizer was made yet",
                 hint="call run.optimizer(...) and run.step(fn) first, or give the loss: run.check(batch, loss=loss)",
             )
-        against = "plain" if known_reference(reference) == "auto" else reference
+        asked = known_reference(reference)
+        against = "plain" if asked == "auto" else asked
         ours = self._gradients(fn, batch, None)
         theirs = self._gradients(fn, batch, against)
         result = compare(ours, theirs, reference=against)

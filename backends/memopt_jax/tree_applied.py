@@ -179,7 +179,8 @@ class TreeApplied(AppliedBase):
                 hint="call run.optimizer(...) and run.step(fn), or run.check(batch, loss=loss); before any step pass "
                 "state=(params, opt_state) too",
             )
-        against = "plain" if known_reference(reference) == "auto" else reference
+        asked = known_reference(reference)
+        against = "plain" if asked == "auto" else asked
         ours = self._gradients(gradients_of, state, batch, None)
         result = compare(ours, self._gradients(gradients_of, state, batch, against), reference=against)
         if layout and result.ok:
