@@ -131,6 +131,7 @@ class Reduction:
             self.engine.acquire(section.gradients)
         if not section.opened:
             section.opened = True
+            section.leave_held_gradients()
             if section.stages_gradients and any(entry.held.grad is not None for entry in section.entries):
                 self._claim_reduced(section)  # kept gradients are about to be brought there
             # Parameters that modules use as they are carry their own gradients; autograd adds to them.
@@ -260,6 +261,7 @@ class Reduction:
         """Empties the arena's place of a reduced gradient: what is still wanted moves to memory of its own for good."""
         if section.launched:
             self._finish(section)
+        section.leave_held_gradients()
         if section.holds_gradient:
             self.engine.note_kept_gradient(section)
             section.move_gradient_out()

@@ -6,6 +6,7 @@ models). A section is one collective: one all-gather brings its parameters, one 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -107,6 +108,11 @@ class Entry:
         self.grad_view: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
         self.staging: torch.Tensor | None = None
+
+
+_alone = Entry.__new__(Entry)
+_alone.grad = torch.empty(0)
+_ALONE = sys.getrefcount(_alone.grad)  # of a gradient that nobody but its entry holds
 
 
 class Section:
@@ -336,13 +342,35 @@ class Section:
         """Whether `grad` holds values that somebody will read: reduced in this backward pass, or kept by the user."""
         return self.sent or any(entry.held.grad is entry.grad is not None for entry in self.entries)
 
+    def leave_held_gradients(self) -> None:
+        """Gradients that are in no `.grad` any more and that somebody holds all the same (two losses' gradients to be
+        combined, say) stay theirs, as in plain training: this rank's next ones lie elsewhere."""
+        held = [entry for entry in self.entries if entry.grad is not None and sys.getrefcount(entry.grad) > _ALONE]
+        held = [entry for entry in held if entry.held.grad is not entry.grad]
+        if not held or self.grad is None:
+            return
+        memory = self.grad
+        if self.reduced is None:
+            memory = memory.clone()
+        else:
+            for entry in held:
+                assert isinstance(entry.grad, ShardedTensor)  # what is reduced into the arena is sharded
+                entry.grad.local = entry.grad.local.clone()
+        self._take_gradients_to(memory)
+        if self.slot is None:
+            self._stage_in(memory)
+
+    def _take_gradients_to(self, memory: torch.Tensor) -> None:
+        """New gradients over other memory; those that the user has in `.grad` are exchanged."""
+        kept = [entry for entry in self.entries if entry.held.grad is entry.grad is not None]
+        self._point_gradients_at(memory)
+        for entry in kept:
+            entry.held.grad = entry.grad
+
     def move_gradient_out(self) -> None:
         """Gives the reduced gradient memory of its own for good, and takes along what it holds."""
         assert self.grad is not None  # sections with a place in the arena have one
-        kept = [entry for entry in self.entries if entry.held.grad is entry.grad]
-        self._point_gradients_at(self.grad.clone())
-        for entry in kept:
-            entry.held.grad = entry.grad
+        self._take_gradients_to(self.grad.clone())
         assert self.reduced is not None
         self.reduced.occupied = False
         self.reduced = None

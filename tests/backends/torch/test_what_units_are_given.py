@@ -97,3 +97,45 @@ def test_what_a_unit_adds_to_a_container_reaches_its_caller(how: str) -> None:
         return worst
 
     assert run_ranks(job, 2) == [0.0, 0.0]
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "shard": {"rules": [SHARD]},
+    "memory_first": {"rules": [SHARD], "unit_defaults": {"prefetch": {"forward": 0, "backward": 0}}},
+    "low_precision": {"rules": [SHARD], "precision": {"compute": "bfloat16", "reduce": "float32"}},
+    "accumulate": {"rules": [SHARD], "accumulate": {"steps": 2}},
+    "zero2": {"rules": [{"name": "state", "action": "shard", "match": {"role": ["grad", "optimizer_state"]}}]},
+    "zero1": {"rules": [{"name": "state", "action": "shard", "match": {"role": "optimizer_state"}}]},
+    "whole": {"rules": []},
+}
+
+
+@pytest.mark.parametrize("same_graph", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_that_are_held_are_not_overwritten_by_the_next(policy: str, same_graph: bool) -> None:
+    """Family: gradients of two losses combined (PCGrad): the first one's memory used for the second."""
+
+    def job() -> list[bool]:
+        model = Model("list")
+        run = memopt.apply_policy(model, {"version": 1, "units": ["blocks.*"], **POLICIES[policy]})
+        assert run.engine.units
+        intact = []
+        for number in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+            loss = model(x)
+            loss.backward(retain_graph=same_graph)
+            held = {name: p.grad for name, p in model.named_parameters()}
+            value = {name: whole_tensor(grad).clone() for name, grad in held.items()}
+            model.zero_grad()
+            (loss * 3 if same_graph else model(2 * x)).backward()
+            intact += [torch.equal(whole_tensor(held[name]), value[name]) for name in held if value[name].numel()]
+            fresh = {name: whole_tensor(p.grad) for name, p in model.named_parameters()}
+            intact.append(not torch.equal(fresh["blocks.1.first.weight"], value["blocks.1.first.weight"]))
+            if same_graph:
+                three = 3 * value["blocks.1.first.weight"]
+                intact.append(bool((fresh["blocks.1.first.weight"] - three).norm() < 1e-2 * three.norm()))
+            model.zero_grad()
+        return intact
+
+    for intact in run_ranks(job, 2):
+        assert all(intact)
