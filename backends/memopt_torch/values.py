@@ -106,7 +106,7 @@ class Decision:
 def said_of(number: int, recording: Recording, wanted: Wanted, *, is_own: bool = True) -> tuple[int, Residual]:
     """What the plan says of one storage, and the number of the rule that says it (-1: none).
 
-    Its names' earliest rule, else its operator's, else the unit's. Storages made outside the unit (`is_own` False) are
+    The earliest rule of its names and its operator, else the unit's. Storages made outside the unit (`is_own` False) are
     touched by name only.
     """
     names = recording.names.get(number, ())
@@ -116,10 +116,10 @@ def said_of(number: int, recording: Recording, wanted: Wanted, *, is_own: bool =
     by_op = wanted.ops.get(kind) if kind is not None else None
     if kind == "topk":
         return by_op or (-1, "keep")
-    named = [wanted.residuals[name] for name in names if name in wanted.residuals]
-    if named:
-        return min(named)
-    return by_op or (-1, wanted.unnamed if is_own else "keep")
+    said = [wanted.residuals[name] for name in names if name in wanted.residuals]
+    if by_op is not None:
+        said.append(by_op)
+    return min(said) if said else (-1, wanted.unnamed if is_own else "keep")
 
 
 def decide(recording: Recording, wanted: Wanted) -> Decision:
