@@ -4,6 +4,7 @@ program."""
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 
-from memopt.errors import MemoptError, Problem
+from memopt.errors import MemoptError, MemoptWarning, Problem
 from memopt.plan import Plan
 
 from . import compiler_options, effect, offset_audit, preflight
 from .measure import StepFigures, step_figures
-from .remat import UnitPolicy
+from .remat import RegionPolicy, UnitPolicy
 from .sent import sent_to_host, shards_of
 from .shardings import Layouts, place
 from .treatments import Treatments
@@ -245,6 +246,7 @@ def verify_program(jaxpr: Any, treatments: Treatments) -> None:
         MemoptError: `user-remat-around-unit`, `offload-without-effect`.
     """
     verify_no_user_remat(jaxpr)
+    _warn_if_no_unit_is_called(jaxpr, treatments)
     planned = sum(treatments.offloaded.values())
     if treatments.offloaded and offloaded_bytes(jaxpr) == 0:
         names = sorted(treatments.offloaded)
@@ -254,6 +256,19 @@ def verify_program(jaxpr: Any, treatments: Treatments) -> None:
             hint="the step must differentiate the model the policy was applied to, called through its `__call__`",
             path=names[0],
         )
+
+
+def _warn_if_no_unit_is_called(jaxpr: Any, treatments: Treatments) -> None:
+    """A step that calls another model than the policy's saves nothing; one that trains another part may be meant."""
+    decided = [label for label, region in treatments.regions.items() if _decides(region.policy)]
+    if not decided or treatments.offloaded or any(map(_decides_values, equations(jaxpr))):
+        return
+    warnings.warn(
+        f"[policy-not-called] the step calls none of the units that the policy recomputes (`{decided[0]}` first): no "
+        "memory is saved; call `run.model` in the loss",
+        MemoptWarning,
+        stacklevel=2,
+    )
 
 
 def verify_no_user_remat(jaxpr: Any) -> None:
@@ -272,8 +287,11 @@ def _decides_values(eqn: Any) -> bool:
 
     A unit that is only sharded or cast may be recomputed by the model itself.
     """
-    policy = eqn.params.get("policy")
-    return is_region(eqn) and not (isinstance(policy, UnitPolicy) and policy.is_passive)
+    return is_region(eqn) and _decides(eqn.params.get("policy"))
+
+
+def _decides(policy: RegionPolicy | None) -> bool:
+    return policy is not None and not (isinstance(policy, UnitPolicy) and policy.is_passive)
 
 
 def _filled_regions(jaxpr: Any) -> set[str]:

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from memopt import MemoptError, apply_policy
+from memopt.errors import MemoptWarning
 from memopt_jax.function_apply import FunctionApplied
 from memopt_jax.linen_apply import PolicyModule
 
@@ -177,6 +178,24 @@ def test_a_loss_that_does_not_call_the_policys_model_is_no_check() -> None:
     for blind in (lambda params, x: jnp.mean(module.apply(params, x) ** 2), jax.jit(loss)):
         with pytest.raises(MemoptError, match=r"(?s)check-without-model.*call `run.model`"):
             run.check(X, loss=blind, state=(params, None))
+
+
+def test_a_step_that_does_not_call_the_policys_model_is_told(recwarn: pytest.WarningsRecorder) -> None:
+    run, params, loss = _linen_run()
+    module: Any = LinenNet()
+    optimizer = run.optimizer(optax.sgd(0.1))
+
+    def step_of(loss: Any) -> Any:
+        def fn(params: Any, state: Any, x: jax.Array) -> tuple[Any, Any, jax.Array]:
+            value, gradients = jax.value_and_grad(loss)(params, x)
+            return *optimizer.update_and_apply(gradients, state, params), value
+
+        return run.step(fn)
+
+    params, state, _ = step_of(loss)(params, optimizer.init(params), X)
+    assert not recwarn.list
+    with pytest.warns(MemoptWarning, match=r"policy-not-called.*`layers.0` first.*call `run.model`"):
+        step_of(lambda params, x: jnp.mean(module.apply(params, x) ** 2))(params, state, X)
 
 
 def test_the_check_of_the_first_step_sees_every_argument() -> None:
