@@ -14,8 +14,10 @@ from memopt.errors import MemoptError
 from .lifetimes import BlockKind, UnitSizes
 from .meta import MetaInitialiser, has_meta
 from .optimizers import note_owner, note_replacement
+from .requests import Dtypes, ParameterRequest, UnitRequest
+from .sections import Section
 from .tenants import Arena, Tenant
-from .units import Dtypes, ParameterRequest, Section, Unit, UnitRequest
+from .units import Unit
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -27,10 +27,12 @@ from .collectives import Collectives, Groups, stall_watch, timeout_of
 from .gathering import Gathering, in_backward_pass
 from .handed import Handed
 from .reduction import Reduction
+from .requests import Dtypes, UnitRequest
 from .schedule import Schedule
+from .sections import Section
 from .sharded import whole_tensor
 from .traversal import tensors_in
-from .units import Call, Dtypes, Section, Unit, UnitRequest, Use
+from .units import Call, Unit, Use
 from .witness import Witness
 
 log = logging.getLogger("memopt")

@@ -12,8 +12,9 @@ from memopt.errors import MemoptError
 from .collectives import Collectives
 from .reduction import Reduction
 from .schedule import Schedule
+from .sections import Section
 from .tenants import Arena, Tenant
-from .units import Section, Unit
+from .units import Unit
 from .witness import Witness
 
 

@@ -13,7 +13,7 @@ from memopt.errors import MemoptError, Problem
 from memopt.plan import Plan, PlanRow, PlanUnit
 
 from .inventory import Names
-from .units import Dtypes, Layout, ParameterRequest, Site, UnitRequest
+from .requests import Dtypes, Layout, ParameterRequest, Site, UnitRequest
 
 ROOT = "<root>"
 """The unit of parameters used in several places of the model; gathered for the whole step."""

@@ -13,9 +13,10 @@ from torch.autograd import Variable
 
 from memopt.errors import MemoptError, MemoptWarning
 
+from .sections import Entry, Section
 from .sending import SendOrder
 from .sharded import local_tensor
-from .units import Entry, Section, Unit
+from .units import Unit
 from .unreduced import Unreduced, was_zeroed
 from .witness import called_differently
 

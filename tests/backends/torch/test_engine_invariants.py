@@ -26,8 +26,8 @@ from memopt_torch.engine import Engine
 from memopt_torch.lifetimes import UnitSizes, lifetimes
 from memopt_torch.measure import StepMeter
 from memopt_torch.reduction import Reduction
+from memopt_torch.sections import Section
 from memopt_torch.testing import run_fake, run_ranks
-from memopt_torch.units import Section
 
 sizes = st.builds(
     UnitSizes,
