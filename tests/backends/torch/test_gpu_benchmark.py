@@ -6,7 +6,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from memopt_torch.testing import run_fake  # noqa: F401  # forks: see the root conftest
+import pytest
+
+from memopt_torch.testing import run_fake
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "gpu_torch.py"
 
@@ -20,10 +22,19 @@ def load() -> Any:
     return module
 
 
-def test_the_gpu_benchmark_runs_tiny_and_names_what_only_a_gpu_has() -> None:
-    result = load().run(tiny=True, steps=3)
-    assert set(result["rows"]) == set(load().ROWS)
-    for name, row in result["rows"].items():
-        assert "failed" not in row, (name, row)
-        assert row["step_s"] > 0
-        assert row["reserved_peak_bytes"] == row["copy_kernels_s"] == "not measured"
+@pytest.mark.parametrize("name", load().ROWS)
+def test_a_row_runs_tiny_and_names_what_only_a_gpu_has(name: str) -> None:
+    row = run_fake(load().measured, load().WORLD, name, True, 3)
+    assert row["step_s"] > 0
+    assert row["reserved_peak_bytes"] == row["copy_kernels_s"] == "not measured"
+
+
+def test_rows_run_in_processes_of_their_own_and_one_that_fails_ends_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load()
+    monkeypatch.setattr(module, "ROWS", {"layer": module.ROWS["layer"], "unknown": {}})
+    result = module.run(tiny=True, steps=2)
+    assert result["rows"]["layer"]["step_s"] > 0
+    assert "invalid choice" in result["rows"]["unknown"]["failed"]
+    assert result["machine"]["gpu"] is None
+    monkeypatch.setattr(module, "BUDGET_S", 0.0)
+    assert module.run(tiny=True, steps=2)["rows"]["layer"] == {"failed": "no time was left for this row"}
