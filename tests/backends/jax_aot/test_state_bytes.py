@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[3]
 TARGET = "gpu:gb200:4"
 RULES: dict[str, list[dict[str, Any]]] = {
     "none": [],
+    "all": [{"name": "adam", "action": "offload", "match": {"role": "optimizer_state"}}],
     "half": [{"name": "adam", "action": "offload", "match": {"role": "optimizer_state"}, "fraction": 0.5}],
     "last layer": [
         {"name": "adam", "action": "offload", "match": {"role": "optimizer_state", "layers": {"last": 1}}},
@@ -51,6 +52,22 @@ def compiled(name: str) -> tuple[Plan, aot.CompiledStep]:
     return plan, estimate.compile_plan(config, plan, spec, target=target)
 
 
+@cache
+def compiled_list(name: str) -> tuple[Plan, aot.CompiledStep]:
+    """The same for layers in a Python list."""
+    workload = load_workload(f"{Path(__file__).parent / 'listed_layers.py'}:make")
+    sharded = {"name": "weights", "action": "shard", "match": {"role": "param"}, "axis": "fsdp"}
+    policy = {
+        "version": 1,
+        "units": ["layers.*"],
+        "rules": [sharded, *RULES[name], {"name": "rest", "action": "recompute", "match": {"unit": "layers.*"}}],
+    }
+    backend, target = load_backend("jax"), load_target(TARGET)
+    spec = backend.inspect_workload(workload)
+    plan = make_plan(load_policy(policy), spec, backend=backend, world_size=target.num_devices)
+    return plan, estimate.compile_plan(workload, plan, spec, target=target)
+
+
 def planned(plan: Plan) -> int:
     """Bytes of one device's state that the plan's rows hold on the host."""
     return sum(row.nbytes or 0 for row in plan.rows_of("optimizer_state") if row.memory_kind == "pinned_host")
@@ -65,3 +82,11 @@ def test_host_arguments_are_the_plans_state_to_the_byte_and_the_device_holds_les
     assert step.host.total == planned(plan)
     assert plain.device.argument - step.device.argument == planned(plan)
     assert step.device.total < plain.device.total
+
+
+def test_the_state_of_layers_in_a_list_passes_through_the_device_layer_by_layer() -> None:
+    plan, step = compiled_list("all")
+    _, plain = compiled_list("none")
+    assert step.host.total == planned(plan) > 0
+    # Saved: the state but for two layers of six, one of them on its way.
+    assert step.device.total < plain.device.total - planned(plan) * 4 // 6
