@@ -18,8 +18,8 @@ from .collectives import device_mesh
 from .inventory import Names
 from .optimizers import note_owner, note_replacement
 from .placement import dtypes_of, shared_outside
-from .reduction import refuse_unreduced
 from .traversal import tensors_in
+from .unreduced import refuse_unreduced
 
 
 class Fsdp2Engine:

@@ -11,13 +11,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 
-from memopt.errors import MemoptError, MemoptWarning
+from memopt.errors import MemoptWarning
 
 from .sections import Entry, Section
 from .sending import SendOrder
 from .sharded import local_tensor
 from .units import Unit
-from .unreduced import Unreduced, was_zeroed
+from .unreduced import Unreduced, refuse_unreduced, was_zeroed
 from .witness import called_differently
 
 if TYPE_CHECKING:
@@ -410,19 +410,3 @@ class Reduction:
     def check_reduced(self) -> None:
         """An optimizer is about to step; see `refuse_unreduced`."""
         refuse_unreduced(self.micro_step, self.accumulate_steps)
-
-
-def refuse_unreduced(micro_step: int, accumulate_steps: int) -> None:
-    """Refuses an optimizer step in the middle of an accumulation whose gradients are not reduced yet.
-
-    Raises:
-        MemoptError: `accumulate-steps`.
-    """
-    if micro_step % accumulate_steps:
-        raise MemoptError.of(
-            "accumulate-steps",
-            f"the optimizer steps after {micro_step % accumulate_steps} backward passes, but the policy reduces "
-            f"gradients at the last of {accumulate_steps}: they were not reduced",
-            path="accumulate.steps",
-            hint="step after every accumulate.steps backward passes, or set accumulate.reduce: each",
-        )

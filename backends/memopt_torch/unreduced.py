@@ -54,3 +54,19 @@ class Unreduced(ShardedTensor):
 def was_zeroed(grad: torch.Tensor | None) -> bool:
     """Whether what stood for a kept gradient has been taken away by `zero_grad` of either kind."""
     return grad is None or (isinstance(grad, Unreduced) and grad.is_zeroed)
+
+
+def refuse_unreduced(micro_step: int, accumulate_steps: int) -> None:
+    """Refuses an optimizer step in the middle of an accumulation whose gradients are not reduced yet.
+
+    Raises:
+        MemoptError: `accumulate-steps`.
+    """
+    if micro_step % accumulate_steps:
+        raise MemoptError.of(
+            "accumulate-steps",
+            f"the optimizer steps after {micro_step % accumulate_steps} backward passes, but the policy reduces "
+            f"gradients at the last of {accumulate_steps}: they were not reduced",
+            path="accumulate.steps",
+            hint="step after every accumulate.steps backward passes, or set accumulate.reduce: each",
+        )
