@@ -158,7 +158,10 @@ class Applied:
         return tuple(self._optimizers)
 
     def weights_changed(self) -> None:
-        """Parameters were written by hand: gathered copies are dropped. Optimizers announce themselves."""
+        """Parameters were written by hand (by `.data`, which leaves no trace): copies of them are dropped, gathered and
+        those that an update on the host starts from. Optimizers announce themselves."""
+        for offload in self.optimizer_offloads:
+            offload.parameters_written()
         if isinstance(self.engine, Engine):
             self.engine.parameters_stepped()
 

@@ -68,6 +68,12 @@ class OptimizerOffload:
         self._synchronize(self._last_left)
         self._last_left = None
 
+    def parameters_written(self) -> None:
+        """What the host holds of the parameters is out of date."""
+        for bucket in self._buckets:
+            for member in bucket.members:
+                member.version = -1
+
     def host_tensors(self) -> list[torch.Tensor]:
         """What is held in host memory now."""
         masters = [m.master.data for bucket in self._buckets for m in bucket.members if m.master is not None]

@@ -142,12 +142,14 @@ def test_sharded_and_offloaded_state_trains_like_ddp_to_the_bit_on_the_device(up
         assert worst <= (0.0 if update_on == "device" else 1e-6)
 
 
-def test_parameters_written_by_someone_else_between_steps_are_seen_by_the_host() -> None:
+@pytest.mark.parametrize("by_data", [False, True])
+def test_parameters_written_by_someone_else_between_steps_are_seen_by_the_host(by_data: bool) -> None:
     plain, offloaded = ([], [state("host")])
     ends = []
     for rules in (plain, offloaded):
         model = Model()
-        optimizer = memopt.apply_policy(model, policy(*rules)).optimizer(torch.optim.SGD, lr=0.1)
+        run = memopt.apply_policy(model, policy(*rules))
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
         for number in range(3):
             optimizer.zero_grad()
             model(torch.ones(4, WIDTH)).backward()
@@ -155,7 +157,9 @@ def test_parameters_written_by_someone_else_between_steps_are_seen_by_the_host()
             if number == 1:
                 with torch.no_grad():
                     for parameter in model.parameters():
-                        parameter.mul_(0.5)
+                        (parameter.data if by_data else parameter).mul_(0.5)
+                if by_data:
+                    run.weights_changed()
         ends.append([p.detach().clone() for p in model.parameters()])
     assert max(float((a - b).abs().max()) for a, b in zip(*ends)) <= 1e-6
 
