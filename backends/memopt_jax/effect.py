@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 
-from memopt.errors import MemoptError, MemoptWarning
+from memopt.errors import MemoptError, MemoptWarning, Problem
 
 
 def require_effect(*, sent_bytes: int, kept_bytes: int) -> None:
@@ -39,18 +39,18 @@ def partly_without_effect(*, sent_bytes: int, kept_bytes: int) -> str | None:
         sent_bytes: Bytes of values that the traced step sends to the host for one device.
         kept_bytes: Bytes of temporaries the compiled program holds there; layouts may be padded, so more is fine.
 
-    >>> partly_without_effect(sent_bytes=400, kept_bytes=300)[:58]
-    'offload is partly without effect: of 400 bytes per device '
+    >>> partly_without_effect(sent_bytes=400, kept_bytes=300)[:54]
+    '[offload-partly-without-effect] of 400 bytes per devic'
     >>> partly_without_effect(sent_bytes=400, kept_bytes=512) is None
     True
     """
     if kept_bytes >= sent_bytes:
         return None
-    return (
-        f"offload is partly without effect: of {sent_bytes} bytes per device that the step sends to the host the "
-        f"compiled program keeps {kept_bytes} there; {sent_bytes - kept_bytes} stay on the device, or were sent twice "
-        "and are kept once (offload-partly-without-effect)"
-    )
+    return Problem(
+        "offload-partly-without-effect",
+        f"of {sent_bytes} bytes per device that the step sends to the host the compiled program keeps {kept_bytes} "
+        f"there; {sent_bytes - kept_bytes} stay on the device, or were sent twice and are kept once",
+    ).render()
 
 
 def costs_more(*, offloaded_bytes: int, kept_bytes: int) -> str | None:
@@ -60,17 +60,18 @@ def costs_more(*, offloaded_bytes: int, kept_bytes: int) -> str | None:
         offloaded_bytes: Device bytes of the step as it is.
         kept_bytes: Device bytes with the same values kept on the device.
 
-    >>> costs_more(offloaded_bytes=824, kept_bytes=778)[:50]
-    'offload costs more device memory than it saves: 82'
+    >>> costs_more(offloaded_bytes=824, kept_bytes=778)[:60]
+    '[offload-costs-more] offload costs more device memory than i'
     >>> costs_more(offloaded_bytes=600, kept_bytes=778) is None
     True
     """
     if offloaded_bytes < kept_bytes:
         return None
-    return (
+    return Problem(
+        "offload-costs-more",
         f"offload costs more device memory than it saves: {offloaded_bytes} bytes with it, {kept_bytes} with the same "
-        "values kept on the device (offload-costs-more)"
-    )
+        "values kept on the device",
+    ).render()
 
 
 def warn_if_partly(*, sent_bytes: int, kept_bytes: int) -> None:
