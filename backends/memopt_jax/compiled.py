@@ -263,12 +263,12 @@ def _warn_if_no_unit_is_called(jaxpr: Any, treatments: Treatments) -> None:
     decided = [label for label, region in treatments.regions.items() if _decides(region.policy)]
     if not decided or treatments.offloaded or any(map(_decides_values, equations(jaxpr))):
         return
-    warnings.warn(
-        f"[policy-not-called] the step calls none of the units that the policy recomputes (`{decided[0]}` first): no "
-        "memory is saved; call `run.model` in the loss",
-        MemoptWarning,
-        stacklevel=2,
+    problem = Problem(
+        "policy-not-called",
+        f"the step calls none of the units that the policy recomputes (`{decided[0]}` first): no memory is saved; call "
+        "`run.model` in the loss",
     )
+    warnings.warn(problem.render(), MemoptWarning, stacklevel=2)
 
 
 def verify_no_user_remat(jaxpr: Any) -> None:
