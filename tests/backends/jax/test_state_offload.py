@@ -119,13 +119,17 @@ def planned_host_bytes(run: Any) -> int:
     return sum(row.global_nbytes for row in run.plan.rows_of("optimizer_state") if row.memory_kind == "pinned_host")
 
 
+# Newer XLA for CPUs fuses arithmetic in a loop over layers otherwise than outside of one, and rounds by what it fuses.
+TOLERANCE = 1e-6 if jax.__version_info__ >= (0, 11) else 0.0
+
+
 def require_equal(ours: Trained, plain: Trained) -> None:
-    assert ours.losses == plain.losses
+    np.testing.assert_allclose(ours.losses, plain.losses, rtol=TOLERANCE, atol=0)
     for name, value in plain.parameters.items():
-        assert np.array_equal(ours.parameters[name], value), name
+        np.testing.assert_allclose(ours.parameters[name], value, rtol=0, atol=TOLERANCE, err_msg=name)
     theirs = plain.moments()
     for name, value in ours.moments().items():
-        assert np.array_equal(value, theirs[name]), name
+        np.testing.assert_allclose(value, theirs[name], rtol=0, atol=TOLERANCE, err_msg=name)
 
 
 @pytest.fixture(scope="module")
