@@ -28,4 +28,4 @@ def test_a_limit_far_beyond_a_small_plans_bars_is_not_drawn(workload, has_line, 
     """A device of 75 GiB beside bars of some MiB would leave nothing of them to see."""
     setting = prepare(workload=f"configs/workloads/{workload}.yaml", backend=sized_backend(), target="gpu:h100:4")
     figure = memory_figure([plan_policy("configs/policies/none.yaml", setting)])
-    assert bool(figure.layout.shapes) is has_line
+    assert bool(figure.to_dict()["layout"].get("shapes")) is has_line
