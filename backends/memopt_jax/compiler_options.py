@@ -67,7 +67,7 @@ def rounding_options(platform: str) -> dict[str, Any]:
     In dtypes below float32 XLA keeps more bits than are written wherever it fuses, and what it fuses depends on what is
     kept. On a CPU it also hands sums, and what it can fuse with them, to YNNPACK, whose exponential is not XLA's: which
     of the two a softmax gets depends on what is kept. Under these options a value is rounded where it is written to,
-    and YNNPACK gets matrix products alone; sums may still be ordered otherwise, which shows in the last bits of float32.
+    and YNNPACK gets matrix products alone; sums may still be ordered otherwise, which shows in last bits of float32.
     A TPU's compiler has no such options.
 
     Args:
