@@ -62,31 +62,36 @@ def options_for(platform: str, *, requested: Mapping[str, Any] | None = None, of
 
 @cache
 def rounding_options(platform: str) -> dict[str, Any]:
-    """Options under which programs that keep different values round alike; for comparing, since they cost speed.
+    """Options under which two programs of one meaning round alike, whatever each of them keeps; they cost speed.
 
     In dtypes below float32 XLA keeps more bits than are written wherever it fuses, and what it fuses depends on what is
-    kept. On a CPU it also hands sums, and what it can fuse with them, to YNNPACK, whose exponential is not XLA's: which
-    of the two a softmax gets depends on what is kept. Under these options a value is rounded where it is written to,
-    and YNNPACK gets matrix products alone; sums may still be ordered otherwise, which shows in last bits of float32.
-    A TPU's compiler has no such options.
+    kept. On a CPU the order of a sum, and what is factored out of it, depend on that too, in the last bits of float32:
+    there each operation is compiled by itself, as it is written. A TPU's compiler has no such options.
 
     Args:
         platform: `gpu`, `tpu` or `cpu`.
     """
     if platform == "tpu":
         return {}
-    options: dict[str, Any] = {"xla_allow_excess_precision": False}
-    if platform == "cpu" and YNNPACK in known_options("cpu"):
-        options[YNNPACK] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
-    return options
+    if platform == "cpu":
+        return comparison_options(platform) | {"xla_disable_hlo_passes": "algsimp,fusion,cpu-instruction-fusion"}
+    return {"xla_allow_excess_precision": False}
 
 
+@cache
 def comparison_options(platform: str) -> dict[str, Any]:
     """What the rows of a comparison are compiled with, the plain one too, beside the options of a policy.
 
-    On a CPU rounding is what is compared, and speed is not what a user is after; elsewhere it is.
+    On a CPU XLA hands sums, and what it can fuse with them, to YNNPACK, whose exponential is not XLA's: which of the
+    two a softmax gets depends on what the program keeps. Rows there are compiled with YNNPACK for matrix products
+    alone. Elsewhere speed is what is compared, and nothing is added.
     """
-    return dict(rounding_options("cpu")) if platform == "cpu" else {}
+    if platform != "cpu":
+        return {}
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    if YNNPACK in known_options("cpu"):
+        options[YNNPACK] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+    return options
 
 
 def explained(error: Exception, options: Mapping[str, Any], platform: str) -> MemoptError:

@@ -106,8 +106,8 @@ class Decision:
 def said_of(number: int, recording: Recording, wanted: Wanted, *, is_own: bool = True) -> tuple[int, Residual]:
     """What the plan says of one storage, and the number of the rule that says it (-1: none).
 
-    The earliest rule of its names and its operator, else the unit's. Storages made outside the unit (`is_own` False) are
-    touched by name only.
+    The earliest rule of its names and its operator, else the unit's. Storages made outside the unit (`is_own` False)
+    are touched by name only.
     """
     names = recording.names.get(number, ())
     kind = recording.kinds.get(number)
