@@ -30,7 +30,7 @@ def check_workload(
     Raises:
         MemoptError: `no-such-device`, `workload-other-backend`, and what the policy or the workload refuses.
     """
-    _have_devices(world_size)
+    _ask_for_devices(world_size)
     if isinstance(workload, Workload):
         built, batch = workload, _values(workload.batch, seed)
         inputs = tuple(batch.values())
@@ -39,6 +39,7 @@ def check_workload(
         tokens = jnp.asarray(example_tokens(cast(WorkloadConfig, workload), seed=seed))
         batch, inputs = {"tokens": tokens}, (tokens[:, :-1], tokens[:, 1:])
     model = built_model(built)
+    _require_devices(world_size)
     applied = apply_policy(model, policy, example_inputs=inputs)
     applied.optimizer(built.optimizer)
 
@@ -51,10 +52,13 @@ def check_workload(
     return applied.check(batch)
 
 
-def _have_devices(world_size: int) -> None:
+def _ask_for_devices(world_size: int) -> None:
     if world_size > 1:
         with suppress(RuntimeError):  # JAX is in use already, and has the devices it has
             jax.config.update("jax_num_cpu_devices", world_size)
+
+
+def _require_devices(world_size: int) -> None:
     if jax.device_count() != world_size:
         raise MemoptError.of(
             "no-such-device",

@@ -57,7 +57,10 @@ class LayerScan:
 
 
 def layer_scans(closed: ClosedJaxpr, parameters: Sequence[str]) -> list[LayerScan]:
-    """The scans over parameters; `parameters` are the raw paths of the program's first inputs."""
+    """The scans over parameters; `parameters` are the raw paths of the program's first inputs.
+
+    A stack that is scanned again (once per micro-batch, say) is the same stack there: one path, several scans.
+    """
     found: list[LayerScan] = []
     used: Counter[str] = Counter()
 
@@ -79,14 +82,25 @@ def layer_scans(closed: ClosedJaxpr, parameters: Sequence[str]) -> list[LayerSca
         xs = {i: source for i, source in enumerate(sources[num_consts + num_carry :]) if source is not None}
         if not xs:
             return
-        path = _common_path([parameters[source] for source in xs.values()]) or DEFAULT_STACK
-        used[path] += 1
-        name = path if used[path] == 1 else f"{path}_{used[path] - 1}"
+        again = next((scan.path for scan in found if set(scan.xs.values()) == set(xs.values())), None)
+        name = again or new_name(_common_path([parameters[source] for source in xs.values()]) or DEFAULT_STACK)
         length = eqn.params["length"]
         found.append(LayerScan(len(found), name, length, xs, eqn.params["jaxpr"], num_consts, num_carry))
 
+    def new_name(path: str) -> str:
+        used[path] += 1
+        return path if used[path] == 1 else f"{path}_{used[path] - 1}"
+
     visit(closed.jaxpr, dict(zip(closed.jaxpr.invars, range(len(parameters)), strict=False)))
     return found
+
+
+def _first_uses(scans: Sequence[LayerScan]) -> list[LayerScan]:
+    """One scan of each stack."""
+    first: dict[str, LayerScan] = {}
+    for scan in scans:
+        first.setdefault(scan.path, scan)
+    return list(first.values())
 
 
 def _common_path(paths: Sequence[str]) -> str:
@@ -102,7 +116,7 @@ def _common_path(paths: Sequence[str]) -> str:
 def inspect(fn: Callable[..., Any], params: Any, inputs: tuple[Any, ...]) -> ModelSpec:
     """The inventory, from one abstract trace; parameters of a stack are called after it."""
     closed, raw, leaves = _traced(fn, params, inputs)
-    scans = layer_scans(closed, raw)
+    scans = _first_uses(layer_scans(closed, raw))
     stack_of = {source: scan for scan in scans for source in scan.xs.values()}
     tensors: list[TensorSpec] = []
     for index, (path, leaf) in enumerate(zip(raw, leaves, strict=True)):

@@ -18,7 +18,7 @@ from memopt import MemoptError, apply_policy
 from memopt.errors import MemoptWarning
 from memopt_jax.compiled import offloaded_bytes, verify_donation
 from memopt_jax.shardings import place
-from memopt_jax.values import equations
+from memopt_jax.values import equations, is_region
 
 jax.config.update("jax_num_cpu_devices", 2)
 
@@ -175,6 +175,23 @@ def test_placing_arrays_a_second_time_moves_nothing() -> None:
     mixed = {"array": once["up"], "text": "kept", "none": None, "number": 3}
     shardings = {"array": once["up"].sharding, "text": None, "none": None, "number": None}
     assert place(mixed, shardings) == mixed
+
+
+def test_a_stack_scanned_once_per_micro_batch_is_under_the_policy_each_time() -> None:
+    """Both scans share one body, and the second took the first one's place. Family: a policy dropped in silence."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return loss_fn(params, x[:4]) + loss_fn(params, x[4:])
+
+    run = apply_policy(loss, {"version": 1, "rules": [REST]}, params=stack_params(), example_inputs=batch(8))
+    assert {row.unit for row in run.plan.rows if row.unit} == {f"layers.{i}" for i in range(LAYERS)}
+    traced = jax.make_jaxpr(jax.grad(run.model))(stack_params(), batch(8))
+    assert sum(is_region(eqn) for eqn in equations(traced.jaxpr)) == 2
+    ours, plain = (
+        jax.jit(jax.grad(run.model))(stack_params(), batch(8)),
+        jax.jit(jax.grad(loss))(stack_params(), batch(8)),
+    )
+    assert all(map(np.array_equal, jax.tree.leaves(ours), jax.tree.leaves(plain)))
 
 
 def test_parameters_on_the_host_train_and_index_as_on_the_device() -> None:
