@@ -81,6 +81,19 @@ class Tools:
         return {"name": "norms", "action": "keep", "match": {"role": "param", "path": "**.*norm.**"}}
 
     @staticmethod
+    def micro_batches(model: nn.Module, opt: torch.optim.Optimizer, number: int, reduce: Any, run: Any) -> float:
+        """A step that adds up the gradients of three micro-batches; for `step=`."""
+        total = 0.0
+        for micro in range(3):
+            loss = language_loss(model, token_batch(number, rank(), micro=micro)) / 3
+            loss.backward()
+            total += loss.item()
+        reduce(model)
+        opt.step()
+        opt.zero_grad()
+        return total
+
+    @staticmethod
     def train_plain(
         model: nn.Module,
         *,

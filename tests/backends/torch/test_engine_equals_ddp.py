@@ -312,19 +312,8 @@ def test_requires_grad_flips_between_steps(tools: Any) -> None:
     [("shard", "each"), ("shard", "last"), ("zero1", "each"), ("zero1", "last"), ("none", "last")],
 )
 def test_accumulation_over_three_micro_batches(tools: Any, rules: str, reduce_at: str) -> None:
-    def step(model: Any, opt: Any, number: int, reduce: Any, run: Any) -> Any:
-        total = 0.0
-        for micro in range(3):
-            loss = tools.loss(model, tools.batch(number, tools.rank(), micro=micro)) / 3
-            loss.backward()
-            total += loss.item()
-        reduce(model)
-        opt.step()
-        opt.zero_grad()
-        return total
-
     policy = {**POLICIES[rules](tools), "accumulate": {"steps": 3, "reduce": reduce_at}}
-    outcomes = both(tools, tools.llama, policy, step=step, steps=8)
+    outcomes = both(tools, tools.llama, policy, step=tools.micro_batches, steps=8)
     if reduce_at == "last":
         assert_equal(outcomes)
     for plain, ours in outcomes:

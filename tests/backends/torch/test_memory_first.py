@@ -144,21 +144,10 @@ def test_losses_equal_data_parallel_training_to_the_bit(tools: Any, name: str) -
 
 @pytest.mark.parametrize("kept", ["each", "last"])
 def test_gradients_accumulate_over_micro_batches(tools: Any, kept: str) -> None:
-    def step(model: Any, opt: Any, number: int, reduce: Any, run: Any) -> Any:
-        total = 0.0
-        for micro in range(3):
-            loss = tools.loss(model, tools.batch(number, tools.rank(), micro=micro)) / 3
-            loss.backward()
-            total += loss.item()
-        reduce(model)
-        opt.step()
-        opt.zero_grad()
-        return total
-
     def job() -> tuple[Any, Any]:
         policy = memory_first(tools, accumulate={"steps": 3, "reduce": kept})
-        plain = tools.train_plain(tools.llama(), step=step, steps=4)
-        return plain, tools.train_policy(tools.llama(), policy, step=step, steps=4)[0]
+        plain = tools.train_plain(tools.llama(), step=tools.micro_batches, steps=4)
+        return plain, tools.train_policy(tools.llama(), policy, step=tools.micro_batches, steps=4)[0]
 
     for plain, ours in run_ranks(job, 2):
         assert ours == pytest.approx(plain, abs=1e-6)
